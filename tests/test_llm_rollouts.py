@@ -103,7 +103,7 @@ def test_unfinished_answers_continue_from_cached_pages(llm: LLM, model: PreTrain
     before = llm.counters.computed_tokens
     (again,) = llm.rollouts([group], 3, params, budget=25)
     assert again is group
-    assert group.is_whole
+    assert again.is_whole
     assert [answer.finish_reason for answer in group.answers] == ["length"] * 3
     for answer, start in zip(group.answers, first, strict=True):
         assert len(answer.token_ids) == len(answer.raw_logprobs) == 40

@@ -159,7 +159,6 @@ class WrittenForm(Protocol):
     @property
     def form(self) -> str:
         """The form as text, in the format of text/grammar.py."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import numpy as np
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Int32s, Prompts
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Request
 from mainstem.engine.engine import Engine
+from mainstem_bench.feed import greedy
 from mainstem_bench.profile import ProfileWindow
 from mainstem_bench.report import spread
 
@@ -97,12 +98,9 @@ def answer_arrivals(
         now_s = perf_counter() - began_s
         while num_submitted < len(arrivals) and arrivals[num_submitted].due_s <= now_s:
             arrival = arrivals[num_submitted]
-            sampling = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
-            name = RequestId(str(num_submitted))
-            request = Request(
-                name, arrival.prompt_ids, sampling, expected_tokens=arrival.expected_tokens
-            )
-            engine.submit(request)
+            name, sampling = RequestId(str(num_submitted)), greedy(arrival.output)
+            expected = arrival.expected_tokens
+            engine.submit(Request(name, arrival.prompt_ids, sampling, expected_tokens=expected))
             num_submitted += 1
         if not engine.has_work:
             sleep(arrivals[num_submitted].due_s - now_s)

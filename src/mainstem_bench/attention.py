@@ -15,18 +15,13 @@ from torch import Tensor
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.parser import Parser
 from mainstem.core.step import Int32s, Spans
-from mainstem.core.tables import table
 from mainstem.kernels.attention import cpu
 from mainstem.kv.pool import PagePool
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench attention",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    made = Parser("mainstem bench attention", description=__doc__)
     made.add_argument("--seqs", type=positive_count, default=32)
     made.add_argument("--prefix", type=int, default=2048, help="a multiple of the page size")
     made.add_argument("--own", type=int, default=128)
@@ -41,11 +36,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    result = measure(parser().parse_args(argv))
-    if "--json" in argv:
-        print(line("attention", result))
-    else:
-        print(table(list(result), [[str(value) for value in result.values()]]))
+    args = parser().parse_args(argv)
+    show("attention", measure(args), args.json)
     return 0
 
 

@@ -11,20 +11,19 @@ import argparse
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import process_time
 
-from mainstem.batch.files import InputFile
 from mainstem.cli import batch
+from mainstem.cli.demo import load_questions
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, given_settings
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import SETTINGS
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.tables import table
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import line, load_average, show_all
 
 PLANNED: tuple[str, ...] = ()
 PLAIN = ("--share", "none", "--no-plan", "--no-dedupe")
@@ -45,14 +44,11 @@ class BatchPass:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench batch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench batch", description=__doc__)
     made.add_argument("--input", type=Path, metavar="FILE", help="documents and questions")
     made.add_argument("--requests", type=positive_count, default=200, metavar="N")
-    made.add_argument(
-        "--output", type=positive_count, default=32, metavar="N", help="tokens per answer (32)"
-    )
+    flag = partial(add_flag, made)
+    flag("--output", positive_count, "tokens per answer", 32)
     made.add_argument("--json", action="store_true")
     add_engine_flags(made)
     return made
@@ -62,8 +58,6 @@ def main(argv: list[str]) -> int:
     """Exit status 0 if both runs gave the same answers."""
     args = parser().parse_args(argv)
     prompts = read_prompts(args.input)[: args.requests]
-    if not prompts:
-        raise InvalidRequest("--input", "has no questions")
     load = load_average()
     with TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
@@ -84,7 +78,7 @@ def main(argv: list[str]) -> int:
         }
         print(line("batch", values))
     else:
-        print(report(len(prompts), [planned, plain]))
+        show_all("batch", [asdict(planned), asdict(plain)], is_json=False)
         print(f"\n{speedup:.2f}x; {same} of {len(prompts)} answers are the same")
     return 0 if same == len(prompts) else 1
 
@@ -92,20 +86,12 @@ def main(argv: list[str]) -> int:
 def read_prompts(path: Path | None) -> list[str]:
     """Return one prompt per question, in file order. Prompts begin with the document, since that is
     the part they share."""
-    name = str(path or files("mainstem") / "data" / "demo_docs.jsonl")
-    source = InputFile(name)
-    prompts: list[str] = []
-    for entry in source:
-        try:
-            row = json.loads(entry.data or b"")
-            for item in row["items"]:
-                question = str(item["q"])
-                if not question.startswith("\n"):
-                    question = f"\n\nQuestion: {question}\nAnswer:"
-                prompts.append(str(row["doc"]) + question)
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest(name, f"line {entry.number}: {error!r}") from error
-    source.close()
+    prompts = []
+    for each in load_questions(path):
+        text = each.text
+        if not text.startswith("\n"):
+            text = f"\n\nQuestion: {text}\nAnswer:"
+        prompts.append(each.doc + text)
     return prompts
 
 
@@ -160,19 +146,3 @@ def run(name: str, source: Path, flags: list[str]) -> tuple[BatchPass, dict[str,
         summary["saving_ratio"],
     )
     return done, answers
-
-
-def report(num_requests: int, runs: list[BatchPass]) -> str:
-    header = ["batch", "seconds", "CPU seconds", "requests/s", "prompt tokens computed", "saved"]
-    lines = [
-        [
-            done.name,
-            f"{done.seconds:.1f}",
-            f"{done.cpu_seconds:.1f}",
-            f"{done.requests_per_s:.2f}",
-            f"{done.computed_prompt_tokens:,}",
-            f"{done.saving_ratio:.1%}",
-        ]
-        for done in runs
-    ]
-    return f"{num_requests} requests\n{table(header, lines)}"

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 
@@ -24,16 +23,14 @@ from mainstem.checkpoints.hub import resolve_model
 from mainstem.core.config import SWITCH_S, EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
-from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.conversations import Dialogue, from_file
+from mainstem_bench.session_engine import Ids, ask_all
 from mainstem_bench.settings import empty_folder
 
-Ids = list[int]
 Todo = list[tuple[int, int, Ids]]  # (session, turn, prompt)
 KILLED = -signal.SIGKILL
 
@@ -204,26 +201,14 @@ class Chats:
         self.ask([(0, 0, self._tokenizer.encode_chat(words))])
 
     def ask(self, todo: Todo) -> list[Asked]:
-        """Submit all at once; times to the first token count from before the first submit."""
-        count = len(todo)
-        sampling = SamplingParams(temperature=0.0, max_tokens=self._work.output, ignore_eos=True)
-        answers: list[Ids] = [[] for _ in range(count)]
-        first_s, cached = [0.0] * count, [0] * count
-        first, self._num_asked = self._num_asked, self._num_asked + count
-        began_s = perf_counter()
-        for index, (_, _, prompt) in enumerate(todo):
-            name = RequestId(str(first + index))
-            self.engine.submit(Request(name, np.array(prompt, np.int32), sampling))
-        while self.engine.has_work:
-            for news in self.engine.step():
-                index = int(news.request_id) - first
-                if not answers[index]:
-                    first_s[index] = perf_counter() - began_s
-                    cached[index] = news.num_cached_tokens
-                answers[index] += news.token_ids
+        """Ask all at once."""
+        first, self._num_asked = self._num_asked, self._num_asked + len(todo)
+        prompts = [prompt for _, _, prompt in todo]
+        found = ask_all(self.engine, prompts, self._work.output, first)
+        results = zip(todo, found.answers, found.first_s, found.cached, strict=True)
         return [
-            Asked(session, turn, prompt, answers[i], first_s[i], cached[i])
-            for i, (session, turn, prompt) in enumerate(todo)
+            Asked(session, turn, prompt, answer, first_s, cached)
+            for (session, turn, prompt), answer, first_s, cached in results
         ]
 
     def _prompt(self, chat: Dialogue, turn: int, before: Asked | None) -> Ids:

@@ -22,14 +22,13 @@ from mainstem.cli.parser import Parser
 from mainstem.core.config import ModelConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
-from mainstem.core.tables import table
 from mainstem.plan.prefix_tree import build_tree
 from mainstem.tables.fields import Reorder, order_fields, scan
 from mainstem.tables.files import FileTable
 from mainstem.tables.prompts import field_line, text_in
 from mainstem.tables.text import Row
 from mainstem.text.tokenizer import Tokenizer
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 
 MOST_FIELDS = 7
 # of the random table: different values (0: all), and words of a value
@@ -38,9 +37,7 @@ WORDS = 2000
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench columns", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench columns", description=__doc__)
     made.add_argument("tables", nargs="*", type=Path, metavar="TABLE", help="of up to 7 columns")
     made.add_argument("--rows", type=positive_count, metavar="N", help="only the first N of each")
     made.add_argument("--random-rows", type=positive_count, metavar="N", help="of a random table")
@@ -58,10 +55,7 @@ def main(argv: list[str]) -> int:
     if args.random_rows is not None:
         results.append(choose_for_random(args.random_rows, tokenizer))
     for result in results:
-        if args.json:
-            print(line("columns", result))
-        else:
-            print(table(["", ""], [[name, str(value)] for name, value in result.items()]), "\n")
+        show("columns", result, args.json)
     return 0
 
 

@@ -19,19 +19,17 @@ from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.ids import RequestId
-from mainstem.core.request import Request, SamplingParams
-from mainstem.core.tables import table
+from mainstem.core.request import Request
 from mainstem.llm import LLM
-from mainstem_bench.report import line, load_average
+from mainstem_bench.feed import greedy
+from mainstem_bench.report import load_average, show_all
 from mainstem_bench.settings import empty_folder
 
 Prompts = list[list[int]]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench cpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench cpu", description=__doc__)
     made.add_argument("--requests", type=positive_count, default=64)
     made.add_argument("--prefix", type=int, default=1024)
     made.add_argument("--own", type=int, default=32)
@@ -65,12 +63,7 @@ def main(argv: list[str]) -> int:
             print(f"{name}: {package} is not installed")
             continue
         results.append(run(config, prompts, args.output) | {"engine": name})
-    for result in results:
-        if args.json:
-            print(line("cpu", result))
-    if not args.json:
-        header = ["engine", "seconds", "requests_per_s", "decode_tokens_per_s", "load_before"]
-        print(table(header, [[str(r.get(name, "-")) for name in header] for r in results]))
+    show_all("cpu", results, args.json)
     return 0
 
 
@@ -85,14 +78,14 @@ def ours(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, objec
     """Return the seconds for all prompts. The model is loaded and warmed up before the clock
     starts."""
     llm = LLM.from_config(config)
-    llm.generate([prompts[0][-8:]], _greedy(4), use_tqdm=False)
+    llm.generate([prompts[0][-8:]], greedy(4), use_tqdm=False)
     llm.text_engine.engine.clear_cache()
     load = load_average()
     first_s = 0.0
     began_s = perf_counter()
     for index, ids in enumerate(prompts):
         llm.text_engine.submit(
-            Request(RequestId(f"bench-{index}"), np.asarray(ids), _greedy(output))
+            Request(RequestId(f"bench-{index}"), np.asarray(ids), greedy(output))
         )
     num_tokens = 0
     while llm.text_engine.has_work:
@@ -172,7 +165,3 @@ RIVALS: dict[str, tuple[str, Callable[[EngineConfig, Prompts, int], dict[str, ob
     "transformers": ("transformers", transformers_generate),
     "vllm": ("vllm", vllm_generate),
 }
-
-
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

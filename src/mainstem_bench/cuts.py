@@ -7,7 +7,6 @@ that the planner chooses is timed again.
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -15,10 +14,17 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.kernels.attention.cutting import ways_to_cut
 from mainstem.kernels.attention.plan import Launches, plan_cut
-from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention, seen_spans
+from mainstem_bench.kernel import (
+    DTYPE,
+    Bench,
+    fingerprint,
+    make_attention,
+    require_card,
+    seen_spans,
+)
 from mainstem_bench.workloads import AttentionCase, Run
 
 HEADS = ((32, 8), (32, 8), (32, 8), (32, 32), (28, 4), (64, 8), (16, 2), (40, 8))
@@ -115,15 +121,11 @@ def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -
 def main(args: list[str]) -> int:
     """Print one line per step, and a summary."""
     parser = Parser(prog="mainstem bench cuts")
-    parser.add_argument(
-        "--steps", type=positive_count, default=40, help="random steps (default: 40)"
-    )
+    add_flag(parser, "--steps", positive_count, "random steps", 40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON line per step")
     chosen = parser.parse_args(args)
-    if not torch.cuda.is_available():
-        print("mainstem bench cuts: needs a CUDA device", file=sys.stderr)
-        return 2
+    require_card()
     bench, rng, over = Bench(), random.Random(chosen.seed), []
     for _ in range(chosen.steps):
         line = step_line(bench, random_step(rng))

@@ -6,11 +6,12 @@ done twice and the faster run counts, since other processes may slow one down.
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 from mainstem.cli.flag_types import comma_list, not_negative_count, positive_count
 from mainstem.cli.flags import add_engine_flags
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
@@ -40,9 +41,8 @@ def parser() -> argparse.ArgumentParser:
         help="sequences at once; a line each (1,8,32)",
     )  # fmt: skip
     made.add_argument("--own", type=positive_count, default=300, help="own tokens (%(default)s)")
-    made.add_argument(
-        "--prefix", type=not_negative_count, default=0, help="tokens of each prefix (%(default)s)"
-    )
+    flag = partial(add_flag, made)
+    flag("--prefix", not_negative_count, "tokens of each prefix", 0)
     made.add_argument("--degree", type=positive_count, help="sequences that share a prefix (all)")
     made.add_argument("--steps", type=positive_count, default=100, help="timed steps (%(default)s)")
     made.add_argument("--json", action="store_true", help="one line for each of --seqs")

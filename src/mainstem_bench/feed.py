@@ -26,18 +26,23 @@ from mainstem.plan.order import new_tokens, shared_with_next
 from mainstem.plan.planner import PlanConfig, plan_prompts
 
 
+def greedy(max_tokens: int) -> SamplingParams:
+    """Greedy sampling of exactly `max_tokens` tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def greedy_request(
+    name: str, ids: Sequence[int] | Int32s, output: int, delivery: Delivery = Delivery.EACH_STEP
+) -> Request:
+    """A request whose answer is greedy and has exactly `output` tokens, as the engine expects."""
+    ids, sampling = np.asarray(ids, np.int32), greedy(output)
+    return Request(RequestId(name), ids, sampling, delivery=delivery, expected_tokens=output)
+
+
 def submit_all(engine: Engine, name: str, prompts: list[list[int]], outputs: list[int]) -> None:
     """Submit greedy requests, each with a fixed number of tokens, all at once and in this order."""
     for index, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
-        engine.submit(
-            Request(
-                RequestId(f"{name}-{index}"),
-                np.array(ids, np.int32),
-                SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
-                delivery=Delivery.AT_END,
-                expected_tokens=output,
-            )
-        )
+        engine.submit(greedy_request(f"{name}-{index}", ids, output, Delivery.AT_END))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ class Feed:
             Request(
                 RequestId(str(index)),
                 self._prompts[index],
-                SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
+                greedy(output),
                 delivery=Delivery.AT_END,
                 plan_place=None if self._first_place is None else self._first_place + place,
                 expected_tokens=self._expected,

@@ -20,21 +20,22 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import perf_counter
 
-from mainstem import LLM, SamplingParams
+from mainstem import LLM
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import read_plain_or_gzip
-from mainstem.core.tables import table
+from mainstem_bench.feed import greedy
 from mainstem_bench.kept import free_memory
 from mainstem_bench.paper.lengths import shipped
-from mainstem_bench.report import line
+from mainstem_bench.report import show_all
 
 LETTERS = ("A", "B", "C", "D")
 CHANCE = 1 / len(LETTERS)
@@ -119,8 +120,7 @@ def answer(llm: LLM, prompts: Sequence[str], num_going_on: int, num_tokens: int)
     before = replace(llm.counters)
     began_s = perf_counter()
     scores = llm.score(prompts, [f" {letter}" for letter in LETTERS], use_tqdm=False)
-    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    outputs = llm.generate(prompts[:num_going_on], greedy, use_tqdm=False)
+    outputs = llm.generate(prompts[:num_going_on], greedy(num_tokens), use_tqdm=False)
     seconds = perf_counter() - began_s
     llm.text_engine.engine.clear_device()
     seen = llm.counters.key_tokens_seen - before.key_tokens_seen
@@ -191,23 +191,13 @@ def measure(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench fewshot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench fewshot", description=__doc__)
     made.add_argument("--file", type=Path, metavar="FILE", help="questions (some of MMLU)")
     made.add_argument("--shots", nargs="+", type=positive_count, default=[1, 3, 5], metavar="N")
     made.add_argument("--questions", type=positive_count, default=100, metavar="N", help="(100)")
-    made.add_argument(
-        "--going-on", type=positive_count, default=16, metavar="N",
-        help="questions for which the model also generates text (16)",
-    )  # fmt: skip
-    made.add_argument(
-        "--tokens",
-        type=positive_count,
-        default=16,
-        metavar="N",
-        help="number of generated tokens (16)",
-    )
+    flag = partial(add_flag, made)
+    flag("--going-on", positive_count, "questions for which the model also generates text", 16)
+    flag("--tokens", positive_count, "number of generated tokens", 16)
     made.add_argument(
         "--shares", nargs="+", choices=[share.value for share in Share],
         default=[share.value for share in (Share.NONE, Share.STORAGE, Share.READS)],
@@ -224,18 +214,14 @@ def main(argv: list[str]) -> int:
     if config.store.host_gb is not None or config.store.disk_dir or config.store.remote:
         # Fewer examples are a prefix of more examples, so a lower tier would have their pages.
         raise ConfigError("--host-gb, --disk-dir, --remote: only the device's cache is measured")
-    rows: list[dict[str, object]] = []
-    for quality in measure(
+    found = measure(
         config,
         read_questions(args.file, args.shots, args.questions),
         args.shots,
         [Share(name) for name in args.shares],
         num_going_on=args.going_on,
         num_tokens=args.tokens,
-    ):
-        rows.append({"model": config.model.model, **asdict(quality)})
-        if args.json:
-            print(line("fewshot", rows[-1]), flush=True)
-    if not args.json:
-        print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
+    )
+    rows = ({"model": config.model.model, **asdict(quality)} for quality in found)
+    show_all("fewshot", rows, args.json)
     return 0

@@ -31,9 +31,7 @@ WORDS = ("tree", "river", "stone", "light", "field", "road", "house", "water", "
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench gaps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench gaps", description=__doc__)
     made.add_argument("--url", default="http://127.0.0.1:8000", help="with or without /v1")
     made.add_argument("--streams", type=positive_count, default=4)
     made.add_argument(

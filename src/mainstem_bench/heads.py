@@ -12,17 +12,24 @@ floor plus 8 us for each random shape.
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
-import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.plan.cost import H200
-from mainstem_bench.kernel import FIXED_US, Bench, fingerprint, floor_us
+from mainstem_bench.kernel import (
+    FIXED_US,
+    Bench,
+    about,
+    fingerprint,
+    floor_us,
+    require_card,
+    show_case,
+)
 from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, unequal_groups
 
 # the rate that attention can reach, which is lower than the rate of products
@@ -116,17 +123,12 @@ def shape_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     measured, floor = bench.measure(case), floor_us(case, CARD)
     bench.free_pages()
     over = max(measured.us - FIXED_US, 0.0) / floor
-    return {
-        "case": case.name,
+    return about(case, measured, CARD) | {
         "heads": case.heads,
         "kv_heads": case.kv_heads,
         "head_dim": case.head_dim,
         "window": case.window,
-        "floor_us": round(floor, 1),
-        "us": round(measured.us, 1),
-        "over_floor": round(measured.us / floor, 2),
         "over_floor_less_8_us": round(over, 2),
-        "max_error": float(f"{measured.max_error:.2g}"),
         "is_within_bar": over <= WORST_BAR,
     }
 
@@ -148,39 +150,24 @@ def main(args: list[str]) -> int:
     """Print one line per shape, and a summary of the random ones; returns 1 if they miss a
     limit."""
     parser = Parser(prog="mainstem bench heads")
-    parser.add_argument(
-        "--shapes", type=positive_count, default=24, help="random shapes (default: 24)"
-    )
+    flag = partial(add_flag, parser)
+    flag("--shapes", positive_count, "random shapes", 24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="only the shapes whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per shape")
     chosen = parser.parse_args(args)
-    if not torch.cuda.is_available():
-        print("mainstem bench heads: needs a CUDA device", file=sys.stderr)
-        return 2
+    require_card()
     bench = Bench()
     for case in named_shapes():
         if chosen.case is None or chosen.case in case.name:
-            _show(shape_line(bench, case), chosen.json)
+            show_case(shape_line(bench, case), chosen.json)
     lines = []
     for case in random_shapes(chosen.seed, chosen.shapes):
         if chosen.case is None or chosen.case in case.name:
             lines.append(shape_line(bench, case))
-            _show(lines[-1], chosen.json)
+            show_case(lines[-1], chosen.json)
     if not lines:
         return 0
     total = summary(lines, chosen.seed)
     print(json.dumps({**total, **fingerprint()}) if chosen.json else total, flush=True)
     return 0 if total["is_within_bar"] else 1
-
-
-def _show(line: dict[str, object], is_json: bool) -> None:
-    if is_json:
-        print(json.dumps({**line, **fingerprint()}), flush=True)
-        return
-    mark = "ok  " if line["is_within_bar"] else "over"
-    print(
-        f"{mark} {line['case']:<40} {line['us']:>8} us  floor {line['floor_us']:>7}  "
-        f"x{line['over_floor']}  less 8 us x{line['over_floor_less_8_us']}",
-        flush=True,
-    )

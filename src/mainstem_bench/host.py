@@ -13,12 +13,12 @@ from mainstem.cli.parser import Parser
 from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
-from mainstem.core.request import Delivery, Request, SamplingParams
+from mainstem.core.request import Delivery, Request
 from mainstem.core.step import StepResult
-from mainstem.core.tables import table
 from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
-from mainstem_bench.report import line, load_average
+from mainstem_bench.feed import greedy
+from mainstem_bench.report import load_average, show
 
 VOCAB = 30_000
 Milliseconds = NDArray[np.float64]
@@ -38,11 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    result = measure(args)
-    if args.json:
-        print(line("host", result))
-    else:
-        print(table(list(result), [[str(value) for value in result.values()]]))
+    show("host", measure(args), args.json)
     return 0
 
 
@@ -77,7 +73,7 @@ def _run(args: argparse.Namespace, max_tokens: Callable[[int], int]) -> Millisec
     delivery = Delivery.EACH_STEP if args.streaming else Delivery.AT_END
     for index in range(args.seqs):
         prompt = np.concatenate([heads[index % args.groups], rng.integers(0, VOCAB, args.own)])
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens(index), ignore_eos=True)
+        sampling = greedy(max_tokens(index))
         scheduler.submit(Request(RequestId(str(index)), prompt, sampling, delivery=delivery))
     times = []
     for _ in range(args.steps):

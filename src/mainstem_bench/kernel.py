@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from mainstem.cli.parser import Parser
+from mainstem.core.errors import ConfigError
 from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention import reference
@@ -230,17 +231,24 @@ def _num_seen(spans: Spans, page_size: int) -> int:
     return int(most.sum())
 
 
-def case_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
-    """One case as a JSON line."""
-    measured, floor = bench.measure(case), floor_us(case)
-    bar_us = case.allowed_over_floor * floor + FIXED_US
-    line: dict[str, object] = {
+def about(case: AttentionCase, measured: Measured, card: Card = H200) -> dict[str, object]:
+    """What every line has: the times beside the floor, and the error."""
+    floor = floor_us(case, card)
+    return {
         "case": case.name,
         "floor_us": round(floor, 1),
         "us": round(measured.us, 1),
         "over_floor": round(measured.us / floor, 2),
         "plan_us": round(measured.plan_us),
         "max_error": float(f"{measured.max_error:.2g}"),
+    }
+
+
+def case_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    """One case as a JSON line."""
+    measured, floor = bench.measure(case), floor_us(case)
+    bar_us = case.allowed_over_floor * floor + FIXED_US
+    line = about(case, measured) | {
         "bar_us": round(bar_us, 1),
         "is_within_bar": measured.us <= bar_us,
     }
@@ -261,14 +269,7 @@ def mixed_line(bench: Bench) -> dict[str, object]:
     """
     turns = [[bench.measure(case) for case in mixed_cases()] for _ in range(2)]
     mixed, prefill, decode = (min(pair, key=lambda m: m.us) for pair in zip(*turns, strict=True))
-    case = mixed_cases()[0]
-    return {
-        "case": case.name,
-        "floor_us": round(floor_us(case), 1),
-        "us": round(mixed.us, 1),
-        "over_floor": round(mixed.us / floor_us(case), 2),
-        "plan_us": round(mixed.plan_us),
-        "max_error": float(f"{mixed.max_error:.2g}"),
+    return about(mixed_cases()[0], mixed) | {
         "apart_us": round(prefill.us + decode.us, 1),
         "is_within_bar": mixed.us < prefill.us + decode.us,
     }
@@ -276,16 +277,10 @@ def mixed_line(bench: Bench) -> dict[str, object]:
 
 def prefill_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     """Measure a step of prompts, which is limited by arithmetic."""
-    measured, floor = bench.measure(case), floor_us(case)
+    measured = bench.measure(case)
     flops = span_flops(case.spans(), heads=case.heads, head_dim=case.head_dim)
     tflops = flops / measured.us / 1e6
-    return {
-        "case": case.name,
-        "floor_us": round(floor, 1),
-        "us": round(measured.us, 1),
-        "over_floor": round(measured.us / floor, 2),
-        "plan_us": round(measured.plan_us),
-        "max_error": float(f"{measured.max_error:.2g}"),
+    return about(case, measured) | {
         "tflops": round(tflops),
         "is_within_bar": tflops >= PREFILL_TFLOPS,
     }
@@ -300,6 +295,12 @@ def fingerprint() -> dict[str, object]:
     }
 
 
+def require_card() -> None:
+    """Raise ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError("this benchmark needs a CUDA device")
+
+
 def main(args: list[str]) -> int:
     """Print one line per case; returns 1 if a case misses its limit."""
     parser = Parser(prog="mainstem bench kernel")
@@ -307,9 +308,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON line per case")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
     chosen = parser.parse_args(args)
-    if not torch.cuda.is_available():
-        print("mainstem bench kernel: needs a CUDA device", file=sys.stderr)
-        return 2
+    require_card()
     bench = Bench()
     status = 0
     cases = [replace(case, page_size=chosen.page_size) for case in kernel_cases()]
@@ -318,20 +317,21 @@ def main(args: list[str]) -> int:
     for case in cases:
         line = case_line(bench, case)
         status |= not line["is_within_bar"]
-        _show(line, chosen.json)
+        show_case(line, chosen.json)
     if chosen.case is None or chosen.case in mixed_cases()[0].name:
         line = mixed_line(bench)
         status |= not line["is_within_bar"]
-        _show(line, chosen.json)
+        show_case(line, chosen.json)
     for case in prefill_cases():
         if chosen.case is None or chosen.case in case.name:
             line = prefill_line(bench, replace(case, page_size=chosen.page_size))
             status |= not line["is_within_bar"]
-            _show(line, chosen.json)
+            show_case(line, chosen.json)
     return status
 
 
-def _show(line: dict[str, object], is_json: bool) -> None:
+def show_case(line: dict[str, object], is_json: bool) -> None:
+    """Print one case, as JSON or for people."""
     if is_json:
         print(json.dumps({**line, **fingerprint()}), flush=True)
         return

@@ -8,17 +8,17 @@ Planning and submitting are timed; building the engine and warming it up are not
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
-from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.quantized.packing import PackedKind
@@ -30,7 +30,7 @@ from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.machine import Machine
 from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.profile import ProfileWindow
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
@@ -40,23 +40,17 @@ WARM_SEED = 99  # prompts of the warm-up differ from the job's
 WARM_TOKENS = 50_000  # tokens computed in mixed steps
 WARM_SEQS = 512  # sequences that decode at once
 CHECKED_TOKENS = 8
-NESTED = ("settings", "profile")  # only in JSON; the profile has separate tables
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench offline", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench offline", description=__doc__)
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="b2000-sd16")
     made.add_argument("--model-shape", choices=list(SHAPES), help="(the workload's own)")
     add_weights_flag(made)
-    made.add_argument(
-        "--groups", type=positive_count, metavar="N", help="number (the workload's own)"
-    )
+    flag = partial(add_flag, made)
+    flag("--groups", positive_count, "number (the workload's own)")
     made.add_argument("--requests", type=positive_count, metavar="N", help="only the first N")
-    made.add_argument(
-        "--output", type=positive_count, metavar="N", help="tokens per answer (the workload's own)"
-    )
+    flag("--output", positive_count, "tokens per answer (the workload's own)")
     made.add_argument("--order", choices=["shuffled", "sorted"], default="shuffled")
     made.add_argument("--no-plan", action="store_true", help="run prompts in the order given")
     made.add_argument(
@@ -67,9 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--profile", type=Path, metavar="FILE.json",
         help="write a trace of some steps, and print where the device's time went; slower",
     )  # fmt: skip
-    made.add_argument(
-        "--profile-steps", type=positive_count, default=20, metavar="N", help="number (%(default)s)"
-    )
+    flag("--profile-steps", positive_count, "number", 20)
     made.add_argument("--json", action="store_true", help="one line")
     add_engine_flags(made)
     return made
@@ -80,12 +72,7 @@ def main(argv: list[str]) -> int:
     job = chosen_job(args)
     config = random_config(args, job.model_shape, job.kv_tokens)
     job = replace(job, kv_tokens=config.cache.kv_tokens or job.kv_tokens)
-    result = measure(args, job, config)
-    if args.json:
-        print(line("offline", result))
-    else:
-        rows = [[name, str(value)] for name, value in result.items() if name not in NESTED]
-        print(table(["", job.name], rows))
+    show("offline", measure(args, job, config), args.json)
     return 0
 
 

@@ -13,9 +13,9 @@ import torch
 from mainstem.core.config import Fetch, Saving
 from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
-from mainstem.core.request import Request, SamplingParams
 from mainstem.runner.copy_engine import PitchedRows
 from mainstem.runner.gates import LAYERS_AT_ONCE
+from mainstem_bench.feed import greedy_request
 from mainstem_bench.session_engine import SessionEngine
 from mainstem_bench.settings import settings
 
@@ -68,9 +68,7 @@ def measure_saves(bench: SessionEngine) -> Iterator[dict[str, object]]:
     saved_before = bench.counters.saved_pages["host"]
 
     def submit(name: str, num_tokens: int, output: int) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        ids = np.array(bench.random_ids(rng, num_tokens), np.int32)
-        bench.engine.submit(Request(RequestId(name), ids, sampling, expected_tokens=output))
+        bench.engine.submit(greedy_request(name, bench.random_ids(rng, num_tokens), output))
 
     for index in range(count):
         submit(f"decodes-{index}", work.history, SAVE_STEPS)
@@ -140,7 +138,7 @@ def _running(bench: SessionEngine, prompts: list[list[int]], output: int) -> Ite
     """Start a job that decodes in the background."""
     names = [f"job-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
-        bench.engine.submit(_request(name, prompt, output))
+        bench.engine.submit(greedy_request(name, prompt, output))
     while bench.engine.num_waiting or bench.engine.snapshot().prompts:
         bench.engine.step()
     yield
@@ -163,7 +161,7 @@ def _return_behind(
     prompts = [[*history, *bench.random_ids(rng, bench.work.new)] for history in histories]
     began_s = last_s = perf_counter()
     for index, prompt in enumerate(prompts):
-        engine.submit(_request(f"{name}-{index}", prompt, 1))
+        engine.submit(greedy_request(f"{name}-{index}", prompt, 1))
     first_s: list[float] = []
     gaps: list[float] = []
     while len(first_s) < len(prompts):
@@ -252,8 +250,3 @@ def measure_grain(bench: SessionEngine) -> Iterator[dict[str, object]]:
             "us_a_page": round(1e6 * seconds / num_pages, 1),
             "gb_per_s": round(host.nbytes / seconds / 1e9, 2),
         }
-
-
-def _request(name: str, prompt: list[int], output: int) -> Request:
-    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    return Request(RequestId(name), np.array(prompt, np.int32), sampling, expected_tokens=output)

@@ -66,7 +66,7 @@ def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
         window_parts=None,
         hidden_rows=None,
     )
-    layers = CpuAttention(decoder.spec, pages, count, decoder.sinks)
+    layers = CpuAttention(decoder.spec, pages, count, decoder.sinks, decoder.query_gains)
     rows = torch.arange(skipped - 1, count - 1)
     hidden = decoder.forward(ids, rows, layers.plan(inputs, spans), OpenGate())
     nll = 0.0

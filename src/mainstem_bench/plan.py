@@ -12,7 +12,7 @@ from time import perf_counter, process_time
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.plan import Prompts
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import build_tree
@@ -78,13 +78,7 @@ def main(argv: list[str]) -> int:
     """Print a line per workload and, if two differ in the number of prompts, a line about
     growth."""
     parser = Parser("mainstem bench plan", description=__doc__)
-    parser.add_argument(
-        "--most",
-        type=positive_count,
-        default=1_000_000,
-        metavar="N",
-        help="leave out workloads with more prompts",
-    )
+    add_flag(parser, "--most", positive_count, "leave out workloads with more prompts", 1_000_000)
     most = parser.parse_args(argv).most
     measure("industry", shared_prompts(8000, 3, 1570, 30), repeats=7)
     seconds = {}

@@ -13,6 +13,7 @@ new engine answers all requests, with a disk folder that is empty at first: a ne
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -23,12 +24,11 @@ from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import comma_list, not_negative, one_of, positive, positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
-from mainstem.core.tables import table
 from mainstem.engine.build import build_engine, build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.families import read_spec
@@ -36,7 +36,7 @@ from mainstem.models.spec import ModelSpec
 from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals, arrival_times
 from mainstem_bench.machine import Machine
 from mainstem_bench.replay import read_parts
-from mainstem_bench.report import line, load_average, spread
+from mainstem_bench.report import load_average, show_all, spread
 from mainstem_bench.settings import empty_folder, random_config, settings
 from mainstem_bench.shapes import SHAPES
 
@@ -67,11 +67,7 @@ class Room(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench policies",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = Parser("mainstem bench policies", description=__doc__)
     made.add_argument(
         "record",
         type=Path,
@@ -94,20 +90,13 @@ def parser() -> argparse.ArgumentParser:
         ("new", 40, "new tokens of a later turn"),
         ("output", 16, "tokens of an answer"),
     ):
-        work.add_argument(
-            f"--{name}", type=positive_count, default=count, metavar="N", help=f"{about} ({count})"
-        )
-    work.add_argument(
-        "--rate", type=positive, default=2.0, metavar="R", help="turns a second (%(default)s)"
-    )
+        flag = partial(add_flag, work)
+        flag(f"--{name}", positive_count, f"{about}", count)
+    flag("--rate", positive, "turns a second", 2.0, metavar="R")
     room = made.add_argument_group("room, as a number of complete conversations")
     for name, most in (("device", 3.0), ("host", 6.0), ("disk", 12.0)):
-        room.add_argument(
-            f"--{name}-sessions",
-            type=not_negative,
-            default=most,
-            metavar="X",
-            help=f"conversations that the {name} holds ({most:g})",
+        add_flag(
+            room, f"--{name}-sessions", not_negative, f"conversations that the {name} holds", most
         )
     made.add_argument("--json", action="store_true", help="one JSON line for each policy")
     add_engine_flags(made)
@@ -122,15 +111,10 @@ def main(argv: list[str]) -> int:
     arrivals, about = _arrivals(args, spec)
     room = Room(args.device_sessions, args.host_sessions, args.disk_sessions)
     config = _with_flags(args, with_room(config, spec, arrivals, room))
-    results: list[dict[str, object]] = []
-    for policy in args.policy:
-        result = {"policy": policy} | about | measure(config, folder, policy, arrivals)
-        results.append(result)
-        if args.json:
-            print(line("policies", result | {"settings": settings(config)}), flush=True)
-    if not args.json:
-        names = [name for name in results[0] if name not in about]
-        print(table(names, [[str(result[name]) for name in names] for result in results]))
+    results = (
+        {"policy": policy} | measure(config, folder, policy, arrivals) for policy in args.policy
+    )
+    show_all("policies", results, args.json, about | {"settings": settings(config)})
     return 0
 
 

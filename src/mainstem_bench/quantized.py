@@ -9,6 +9,7 @@ use the tokens after them in the first text, or the tokens of another text.
 import argparse
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -23,11 +24,10 @@ from torch import Tensor
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import Progress, StageBar, unseen
 from mainstem.cli.flag_types import member_of, not_negative_count, positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import Device, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
-from mainstem.core.tables import gigabytes
 from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.decoder import load_decoder, pack
 from mainstem.models.families import read_spec
@@ -36,7 +36,7 @@ from mainstem.runner.load import choose_device, device_name
 from mainstem_bench.calibration import CalibratedLayers
 from mainstem_bench.llama import ByKind, Llama
 from mainstem_bench.perplexity import perplexity
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.rounding import Grid, Rounded, nearest
 from mainstem_bench.scales import BATCH, train_scales
 
@@ -51,17 +51,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--text", required=True, type=Path, nargs="+", metavar="FILE", help="plain texts to score"
     )
-    made.add_argument(
-        "--score-tokens", type=positive_count, default=4096, metavar="N", help="in each text (4096)"
-    )
+    flag = partial(add_flag, made)
+    flag("--score-tokens", positive_count, "in each text", 4096)
     made.add_argument(
         "--inputs", type=not_negative_count, default=4096, metavar="N",
         help="calibration tokens, after the scored ones (4096); 0: round to the nearest",
     )  # fmt: skip
-    made.add_argument(
-        "--inputs-text", type=Path, metavar="FILE",
-        help="take tokens for calibration and training from this file",
-    )  # fmt: skip
+    flag("--inputs-text", Path, "take tokens for calibration and training from this file")
     made.add_argument(
         "--train", type=not_negative_count, default=0, metavar="N",
         help="train scales after the rounding on N tokens (0), from the first calibration token "
@@ -71,13 +67,9 @@ def parser() -> argparse.ArgumentParser:
         "--device", type=member_of(Device), default=Device.CPU, metavar="cpu|cuda|auto",
         help="where to round and train (cpu); scoring is done on the CPU",
     )  # fmt: skip
-    made.add_argument(
-        "--group", type=positive_count, default=32, help="columns that share a scale (32)"
-    )
+    flag("--group", positive_count, "columns that share a scale", 32)
     made.add_argument("--symmetric", action="store_true", help="without zero points")
-    made.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="keep the checkpoint in this folder"
-    )
+    flag("--out", Path, "keep the checkpoint in this folder", metavar="FOLDER")
     made.add_argument("--threads", type=positive_count, metavar="N")
     made.add_argument("--json", action="store_true", help="a JSON line for each text")
     return made
@@ -118,29 +110,18 @@ def main(argv: list[str]) -> int:
         "device": device_name(config),
         "quantize_s": round(quantize_s, 1),
         "bytes": sizes[1],
+        "bytes_before": sizes[0],
         "load_before": load,
     }
-    if not args.json:
-        kind = "symmetric" if args.symmetric else "with zero points"
-        how = f"for {args.inputs:,} tokens of input" if args.inputs else "to the nearest"
-        print(f"4 bits, groups of {args.group}, {kind}, rounded {how}")
-        if steps:
-            first, last = _ends(divergences)
-            print(f"scales trained on {steps * STEP:,} tokens, KL divergence {first} -> {last}")
-        print(f"weights {gigabytes(sizes[0])} -> {gigabytes(sizes[1])}, {quantize_s:.0f} s")
     for text, plain, quantized in zip(args.text, before, after, strict=True):
-        change = quantized / plain - 1
-        if not args.json:
-            print(f"{text.name}: perplexity {plain:.3f} -> {quantized:.3f} ({change:+.2%})")
-            continue
         result = {
             "text": text.name,
             "scored_tokens": args.score_tokens,
             "perplexity": round(plain, 4),
             "perplexity_quantized": round(quantized, 4),
-            "change": round(change, 4),
+            "change": round(quantized / plain - 1, 4),
         }
-        print(line("quantized", made | result))
+        show("quantized", made | result, args.json)
     return 0
 
 

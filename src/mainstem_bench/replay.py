@@ -15,7 +15,7 @@ from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import positive
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
@@ -29,16 +29,10 @@ DEFAULT_TOKENS = 128  # for requests without max_tokens
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench replay", description=__doc__)
     made.add_argument("record", type=Path, help="what `mainstem serve --record` has written")
-    made.add_argument(
-        "--pause-s",
-        type=positive,
-        default=1.2,
-        metavar="S",
-        help="a pause of this length separates two parts (%(default)s)",
+    add_flag(
+        made, "--pause-s", positive, "a pause of this length separates two parts", 1.2, metavar="S"
     )
     add_engine_flags(made)
     return made

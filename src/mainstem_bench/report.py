@@ -4,15 +4,17 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
 from mainstem import __version__
+from mainstem.core.tables import table
 
 QUANTILES = (50, 90, 95, 99)
+NESTED = ("settings", "profile")  # only in JSON
 
 
 def fingerprint() -> dict[str, object]:
@@ -30,6 +32,38 @@ def fingerprint() -> dict[str, object]:
 def line(name: str, values: Mapping[str, object]) -> str:
     """Return one JSON line."""
     return json.dumps({"bench": name, **values, **fingerprint()})
+
+
+def show(name: str, result: Mapping[str, object], is_json: bool) -> None:
+    """Print one result: a JSON line, or a table with a row for each value."""
+    if is_json:
+        print(line(name, result), flush=True)
+        return
+    rows = [[key, str(value)] for key, value in result.items() if key not in NESTED]
+    print(table(["", name], rows))
+
+
+def show_all(
+    name: str,
+    results: Iterable[Mapping[str, object]],
+    is_json: bool,
+    about: Mapping[str, object] | None = None,
+) -> list[Mapping[str, object]]:
+    """Print results: JSON lines as they come, each also with `about`, or a table at the end with a
+    row for each result. Returns the results."""
+    shown = []
+    for result in results:
+        shown.append(result)
+        if is_json:
+            print(line(name, {**result, **(about or {})}), flush=True)
+    if not is_json:
+        names = dict.fromkeys(key for result in shown for key in result if key not in NESTED)
+        print(table([*names], [[_cell(result.get(key, "")) for key in names] for result in shown]))
+    return shown
+
+
+def _cell(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def load_average() -> float | None:

@@ -42,11 +42,7 @@ VALUE = 0.01  # of all weights: what they are does not change the time
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench rollouts",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    made = Parser("mainstem bench rollouts", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
     for name, number, what in (
         ("prompts", 64, "number of prompts"),

@@ -12,17 +12,16 @@ import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.plan import Prompts
 from mainstem.core.request import Scoring
-from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import WARM_SEED, WARM_SEQS, warm_up
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
@@ -52,16 +51,12 @@ class ScoreJob:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench score", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench score", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
     for flag, default in (
         ("--contexts", 1000), ("--context-tokens", 1210), ("--choices", 8), ("--choice-tokens", 4)
     ):  # fmt: skip
-        made.add_argument(
-            flag, type=positive_count, default=default, metavar="N", help="(%(default)s)"
-        )
+        add_flag(made, flag, positive_count, "", default)
     made.add_argument("--json", action="store_true", help="one line")
     add_engine_flags(made)
     return made
@@ -71,12 +66,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     job = ScoreJob(args.contexts, args.context_tokens, args.choices, args.choice_tokens)
     config = random_config(args, args.model_shape, KV_TOKENS)
-    result = measure(job, args.model_shape, config)
-    if args.json:
-        print(line("score", result))
-    else:
-        rows = [[name, str(value)] for name, value in result.items() if name != "settings"]
-        print(table(["", args.model_shape], rows))
+    show("score", measure(job, args.model_shape, config), args.json)
     return 0
 
 

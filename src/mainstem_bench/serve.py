@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +28,7 @@ from time import perf_counter
 from tqdm import tqdm
 
 from mainstem.cli.flag_types import not_negative_count, positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
 from mainstem_bench.conversations import Dialogue, DialogueShape, Message, from_file, made_up
@@ -42,29 +43,22 @@ from mainstem_bench.sse_client import (
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench serve", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench serve", description=__doc__)
     made.add_argument("--url", default="http://127.0.0.1:8000", help="with or without /v1")
     made.add_argument("--model", help="default: the first model that the server lists")
     made.add_argument("--api-key-file", type=Path, help="a file with the server's API key")
-    made.add_argument(
-        "--requests", type=positive_count, default=64, help="total number of requests"
-    )
+    flag = partial(add_flag, made)
+    flag("--requests", positive_count, "total number of requests", 64)
     pace = made.add_mutually_exclusive_group()
     pace.add_argument("--rate", type=float, help="conversations begun per second; inf: all at once")
-    pace.add_argument(
-        "--concurrency", type=positive_count, help="conversations in flight (default 8)"
-    )
+    flag = partial(add_flag, pace)
+    flag("--concurrency", positive_count, "conversations in flight (default 8)")
     made.add_argument("--dataset", type=Path, help="JSON lines: prompt, turns, messages, ...")
-    made.add_argument(
-        "--prefix", type=not_negative_count, default=512, help="words of the shared system prompt"
-    )
+    flag = partial(add_flag, made)
+    flag("--prefix", not_negative_count, "words of the shared system prompt", 512)
     made.add_argument("--own", type=positive_count, default=32, help="words of each question")
     made.add_argument("--groups", type=positive_count, default=1, help="different system prompts")
-    made.add_argument(
-        "--turns", type=positive_count, default=1, help="questions of one conversation"
-    )
+    flag("--turns", positive_count, "questions of one conversation", 1)
     made.add_argument("--max-tokens", type=positive_count, default=64)
     made.add_argument("--temperature", type=float, default=0.0)
     made.add_argument(
@@ -73,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
         help="answers of exactly --max-tokens, if the server supports `ignore_eos`",
     )
     made.add_argument("--seed", type=int, default=0, help="seed of arrivals and generated text")
-    made.add_argument(
-        "--warmup", type=not_negative_count, default=1, help="requests before the measurement"
-    )
+    flag("--warmup", not_negative_count, "requests before the measurement", 1)
     made.add_argument("--timeout-s", type=float, default=600.0, help="longest wait for one answer")
     made.add_argument("--slo-ttft-ms", type=float, default=math.inf)
     made.add_argument("--slo-itl-ms", type=float, default=math.inf)

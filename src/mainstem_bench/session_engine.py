@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from random import Random
 from time import perf_counter
 
-import numpy as np
-
 from mainstem.core.config import EngineConfig
 from mainstem.core.events import EventBus
-from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.spec import ModelSpec
+from mainstem_bench.feed import greedy_request
 from mainstem_bench.shapes import SHAPES
 
 Ids = list[int]
@@ -50,6 +47,23 @@ class TurnTimes:
     cached: list[int]
 
 
+def ask_all(engine: Engine, prompts: Sequence[Ids], output: int, first: int) -> TurnTimes:
+    """Submit all at once; times to the first token count from before the first submit. Requests are
+    named by numbers from `first` on."""
+    turn = TurnTimes([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
+    began_s = perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.submit(greedy_request(str(first + index), prompt, output))
+    while engine.has_work:
+        for news in engine.step():
+            index = int(news.request_id) - first
+            if not turn.answers[index]:
+                turn.first_s[index] = perf_counter() - began_s
+                turn.cached[index] = news.num_cached_tokens
+            turn.answers[index] += news.token_ids
+    return turn
+
+
 class SessionEngine:
     """An engine on random weights that times the requests of a batch."""
 
@@ -71,23 +85,9 @@ class SessionEngine:
         return [rng.randrange(10, min(self.shape.vocab_size, 30_000)) for _ in range(count)]
 
     def ask(self, prompts: Sequence[Ids], output: int) -> TurnTimes:
-        """Submit all at once; times to the first token count from before the first submit."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        turn = TurnTimes([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
+        """See `ask_all`."""
         first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
-        began_s = perf_counter()
-        for index, prompt in enumerate(prompts):
-            name = RequestId(str(first + index))
-            ids = np.array(prompt, np.int32)
-            self.engine.submit(Request(name, ids, sampling, expected_tokens=output))
-        while self.engine.has_work:
-            for news in self.engine.step():
-                index = int(news.request_id) - first
-                if not turn.answers[index]:
-                    turn.first_s[index] = perf_counter() - began_s
-                    turn.cached[index] = news.num_cached_tokens
-                turn.answers[index] += news.token_ids
-        return turn
+        return ask_all(self.engine, prompts, output, first)
 
     def warm_up(self) -> None:
         """Run steps like the measured ones on other prompts; then forget everything."""

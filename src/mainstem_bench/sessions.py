@@ -17,19 +17,19 @@ conversations instead, turn by turn; the last turn's history is loaded from disk
 import argparse
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from random import Random
-from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
 from mainstem_bench.chat_sessions import ChatWork, measure_chats
 from mainstem_bench.overlap import (
     measure_busy,
@@ -38,7 +38,7 @@ from mainstem_bench.overlap import (
     measure_saves,
     measure_saving,
 )
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show_all
 from mainstem_bench.session_engine import WORKLOADS, ReturningSessions, SessionEngine, TurnTimes
 from mainstem_bench.settings import empty_folder, random_config, settings
 
@@ -55,11 +55,7 @@ PARTS = ("turns", *OVERLAP, "document")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench sessions",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = Parser("mainstem bench sessions", description=__doc__)
     made.add_argument("--workload", choices=list(WORKLOADS), default="anchor")
     made.add_argument("--sessions", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--part", choices=list(PARTS), action="append")
@@ -71,27 +67,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE.jsonl",
         help="real conversations; see bench serve",
     )
-    made.add_argument(
-        "--turns",
-        type=positive_count,
-        default=5,
-        metavar="N",
-        help="turns, with --conversations (5)",
-    )
-    made.add_argument(
-        "--output",
-        type=positive_count,
-        default=96,
-        metavar="N",
-        help="tokens of an answer, with --conversations (96)",
-    )
-    made.add_argument(
-        "--at-once",
-        type=positive_count,
-        default=10,
-        metavar="N",
-        help="conversations at once, with --conversations (10)",
-    )
+    flag = partial(add_flag, made)
+    flag("--turns", positive_count, "turns, with --conversations", 5)
+    flag("--output", positive_count, "tokens of an answer, with --conversations", 96)
+    flag("--at-once", positive_count, "conversations at once, with --conversations", 10)
     made.add_argument(
         "--end", choices=["close", "kill"], action="append",
         help="with --conversations, how the process ends before the last turn: closed, or kill -9 "
@@ -114,16 +93,8 @@ def main(argv: list[str]) -> int:
         about["workload"] = asdict(work)
         found = _measure(args, work, random_config(args, work.model_shape, work.device_tokens))
     began_s = perf_counter()
-    results: list[dict[str, object]] = []
-    for result in found:
-        results.append(result | {"at_s": round(perf_counter() - began_s, 1)})
-        if args.json:
-            print(line("sessions", results[-1] | about), flush=True)
-    if not args.json:
-        names = list(dict.fromkeys(name for result in results for name in result))
-        names = [name for name in names if name != "settings"]
-        rows = [[str(result.get(name, "")) for name in names] for result in results]
-        print(table(names, rows))
+    timed = (result | {"at_s": round(perf_counter() - began_s, 1)} for result in found)
+    results = show_all("sessions", timed, args.json, about)
     return 1 if any("error" in result for result in results) else 0
 
 
@@ -150,7 +121,7 @@ def _measure(
             yield {"tier": tier, "parts": parts, "left_out": f"after {args.limit_s:g} s"}
             continue
         try:
-            with InTier(config, work, tier) as tiered, SessionEngine(work, tiered) as bench:
+            with in_tier(config, work, tier) as tiered, SessionEngine(work, tiered) as bench:
                 for part in parts:
                     yield from _safely(part, tier, _start(part, bench, tier, args.document_tokens))
         except Exception as error:
@@ -192,33 +163,25 @@ def _told(error: Exception, part: str, tier: str) -> dict[str, object]:
     return {"part": part, "tier": tier, "error": f"{type(error).__name__}: {error}"}
 
 
-class InTier:
+@contextmanager
+def in_tier(config: EngineConfig, work: ReturningSessions, tier: str) -> Iterator[EngineConfig]:
     """The config that keeps histories in one tier; a folder made for it is removed afterwards."""
-
-    def __init__(self, config: EngineConfig, work: ReturningSessions, tier: str) -> None:
-        self._config, self._work, self._tier = config, work, tier
-        self._folder: TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> EngineConfig:
-        given = self._config.store
-        if self._tier == "none":
-            store = StoreConfig(host_gb=0.0, policy=given.policy)
-        elif self._tier == "host":
-            host_gb = given.host_gb or self._work.host_gb
-            store = replace(given, host_gb=host_gb, disk_dir=None, disk_gb=StoreConfig().disk_gb)
-        else:
-            self._folder = empty_folder(given.disk_dir)
+    given, disk_gb = config.store, StoreConfig().disk_gb
+    if tier == "none":
+        yield replace(config, store=StoreConfig(host_gb=0.0, policy=given.policy))
+    elif tier == "host":
+        host_gb = given.host_gb or work.host_gb
+        store = replace(given, host_gb=host_gb, disk_dir=None, disk_gb=disk_gb)
+        yield replace(config, store=store)
+    else:
+        with empty_folder(given.disk_dir) as folder:
             store = replace(
                 given,
-                host_gb=given.host_gb or STAGING * self._work.host_gb,
-                disk_dir=self._folder.name,
-                disk_gb=DISK_GB if given.disk_gb == StoreConfig().disk_gb else given.disk_gb,
+                host_gb=given.host_gb or STAGING * work.host_gb,
+                disk_dir=folder,
+                disk_gb=DISK_GB if given.disk_gb == disk_gb else given.disk_gb,
             )
-        return replace(self._config, store=store)
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
+            yield replace(config, store=store)
 
 
 def measure_turns(bench: SessionEngine, tier: str) -> Iterator[dict[str, object]]:

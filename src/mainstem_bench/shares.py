@@ -5,12 +5,13 @@ lengths, but no tokens. Planning itself is not timed (`mainstem bench plan`).
 """
 
 import resource
+from functools import partial
 from time import perf_counter, process_time
 
 import numpy as np
 
 from mainstem.cli.flag_types import positive, positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.plan import Int64s, Plan
 from mainstem.plan.cut import cut_plan
 from mainstem_bench.report import line, load_average
@@ -70,9 +71,8 @@ def main(argv: list[str]) -> int:
     parser = Parser("mainstem bench shares", description=__doc__)
     parser.add_argument("--rows", type=positive_count, metavar="N", help="number (1M and 10M)")
     parser.add_argument("--workers", type=positive_count, metavar="N", help="number (8 and 1,000)")
-    parser.add_argument(
-        "--output-tokens", type=positive, default=64.0, metavar="N", help="tokens of an answer (64)"
-    )
+    flag = partial(add_flag, parser)
+    flag("--output-tokens", positive, "tokens of an answer", 64.0, metavar="N")
     args = parser.parse_args(argv)
     if (args.rows is None) != (args.workers is None):
         parser.error("--rows and --workers go together")

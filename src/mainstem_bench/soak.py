@@ -22,11 +22,10 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, FinishReason, Output, Request, SamplingParams
-from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem_bench.machine import Machine, process_bytes
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
 
@@ -46,9 +45,7 @@ ALLOWED_GROWTH_BYTES = 16 << 20  # bytes of the device's memory, since allocator
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench soak", description=__doc__)
     made.add_argument("--requests", type=positive_count, default=20_000, metavar="N")
     made.add_argument("--model-shape", choices=list(SHAPES), default="tiny")
     made.add_argument("--seed", type=int, default=0)
@@ -62,12 +59,7 @@ def main(argv: list[str]) -> int:
     if args.requests < 4:
         raise ConfigError(f"--requests must be at least 4, got {args.requests}")
     config = random_config(args, args.model_shape, KV_TOKENS)
-    result = soak(args.requests, args.seed, config)
-    if args.json:
-        print(line("soak", result))
-    else:
-        rows = [[name, str(value)] for name, value in result.items() if name != "settings"]
-        print(table(["", "soak"], rows))
+    show("soak", soak(args.requests, args.seed, config), args.json)
     return 0
 
 

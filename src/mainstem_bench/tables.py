@@ -9,23 +9,23 @@ timed separately.
 
 import argparse
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.plan import Int64s, Prompts
-from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.plan.columns import Column, choose_order, given_order
 from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import WARM_SEQS, warm_up
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
@@ -38,7 +38,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class TableField:
     """A column of the table."""
 
     name: str
@@ -49,14 +49,14 @@ class Field:
 
 # in the given order, as a database might export them: the key first, the text before the facts
 FIELDS = (
-    Field("id", 8),
-    Field("title", 20),
-    Field("review", 60),
-    Field("category", 12, 10, of="brand"),
-    Field("brand", 16, 40, of="product"),
-    Field("product", 48, 400),
-    Field("seller", 80, 100),
-    Field("policy", 200, 4),
+    TableField("id", 8),
+    TableField("title", 20),
+    TableField("review", 60),
+    TableField("category", 12, 10, of="brand"),
+    TableField("brand", 16, 40, of="product"),
+    TableField("product", 48, 400),
+    TableField("seller", 80, 100),
+    TableField("policy", 200, 4),
 )
 
 
@@ -106,14 +106,11 @@ class TokenTable:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench tables", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench tables", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
     made.add_argument("--rows", type=positive_count, default=4000, metavar="N", help="(4000)")
-    made.add_argument(
-        "--output", type=positive_count, default=8, metavar="N", help="tokens per answer (8)"
-    )
+    flag = partial(add_flag, made)
+    flag("--output", positive_count, "tokens per answer", 8)
     made.add_argument("--json", action="store_true", help="one line")
     add_engine_flags(made)
     return made
@@ -122,12 +119,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     config = random_config(args, args.model_shape, KV_TOKENS)
-    result = measure(args.rows, args.output, args.model_shape, config)
-    if args.json:
-        print(line("tables", result))
-    else:
-        rows = [[name, str(value)] for name, value in result.items() if name != "settings"]
-        print(table(["", args.model_shape], rows))
+    show("tables", measure(args.rows, args.output, args.model_shape, config), args.json)
     return 0
 
 

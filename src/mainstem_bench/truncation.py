@@ -29,6 +29,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
@@ -38,7 +39,7 @@ import numpy as np
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -47,12 +48,11 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.step import Runner
-from mainstem.core.tables import table
 from mainstem.engine.engine import Engine
 from mainstem.models.families import read_spec
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.kept import KeptModel
-from mainstem_bench.report import line
+from mainstem_bench.report import show_all
 from mainstem_bench.truncated_questions import QuestionSet, Score, ask, compare, read_documents
 from mainstem_bench.ways import WAYS, OverflowWay, WatchedRunner, way_config
 
@@ -207,20 +207,11 @@ def _agreement(likeliest: dict[int, int], whole: Whole) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench truncation",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    made.add_argument(
-        "--text", type=Path, metavar="FILE", help="what to read, also .gz (the demo's documents)"
-    )
-    made.add_argument(
-        "--tokens", type=positive_count, default=3072, metavar="N", help="tokens to read (3072)"
-    )
-    made.add_argument(
-        "--turn", type=positive_count, default=64, metavar="N", help="tokens a turn (64)"
-    )
+    made = Parser("mainstem bench truncation", description=__doc__)
+    flag = partial(add_flag, made)
+    flag("--text", Path, "what to read, also .gz (the demo's documents)")
+    flag("--tokens", positive_count, "tokens to read", 3072)
+    flag("--turn", positive_count, "tokens a turn", 64)
     made.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS), metavar="WAY")
     made.add_argument(
         "--questions",
@@ -230,9 +221,7 @@ def parser() -> argparse.ArgumentParser:
         help='questions: {"doc": text, "items": [{"q": question, "a": answer}]} a line,\n'
         "also .gz; any number of files",
     )
-    made.add_argument(
-        "--documents", type=positive_count, default=40, metavar="N", help="number to use (40)"
-    )
+    flag("--documents", positive_count, "number to use", 40)
     made.add_argument(
         "--document-first",
         action="store_true",
@@ -258,14 +247,8 @@ def main(argv: list[str]) -> int:
         rows = _scores(model, config, args.ways, questions)
     sources = args.questions or [args.text]
     names = " ".join(source.name if source else "demo" for source in sources)
-    results: list[dict[str, object]] = []
-    for row in rows:
-        results.append(row | {"text": names, "window": config.sched.max_model_len})
-        if args.json:
-            print(line("truncation", results[-1]), flush=True)
-    if not args.json:
-        header = list(dict.fromkeys(name for row in results for name in row))
-        print(table(header, [[_cell(row.get(name, "")) for name in header] for row in results]))
+    about = {"text": names, "window": config.sched.max_model_len}
+    show_all("truncation", (row | about for row in rows), args.json)
     return 0
 
 
@@ -314,7 +297,3 @@ def read_text(path: Path | None) -> str:
         rows = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
         return "\n\n".join(json.loads(row)["doc"] for row in rows.splitlines())
     return read_plain_or_gzip(path)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -40,6 +40,7 @@ from mainstem_bench.report import line
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.step_trace import StepTrace
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
+from mainstem_simulate.plots import new_figure, require_matplotlib, save_figure
 
 PAGE_SIZE = 16
 ELEMENT_BYTES = 2  # bf16
@@ -72,30 +73,15 @@ class JobTrace:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench valleys", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench valleys", description=__doc__)
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="industry")
-    made.add_argument(
-        "--groups", type=positive_count, metavar="N", help="documents (the workload's)"
-    )
-    made.add_argument(
-        "--output",
-        type=positive_count,
-        metavar="N",
-        help="mean tokens of an answer (the workload's own)",
-    )
-    made.add_argument(
-        "--spread", type=float, default=0.5, metavar="X",
-        help="outputs are shorter or longer by up to this share of the mean (%(default)s)",
-    )  # fmt: skip
-    made.add_argument(
-        "--kv-tokens", type=positive_count, metavar="N", help="of KV (the workload's)"
-    )
+    flag = partial(add_flag, made)
+    flag("--groups", positive_count, "documents (the workload's)")
+    flag("--output", positive_count, "mean tokens of an answer (the workload's own)")
+    flag("--spread", float, "outputs are shorter or longer by up to this share of the mean", 0.5)
+    flag("--kv-tokens", positive_count, "of KV (the workload's)")
     made.add_argument("--chunk-tokens", type=int, default=4096)
-    made.add_argument(
-        "--max-seqs", type=positive_count, default=256, metavar="N", help="limit of `capped` (256)"
-    )
+    flag("--max-seqs", positive_count, "limit of `capped`", 256)
     made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
     made.add_argument("--plot", type=Path, metavar="FILE.png")
     return made
@@ -103,6 +89,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if args.plot is not None:
+        require_matplotlib()
     if not 0 <= args.spread < 1:
         raise ConfigError(f"--spread must be at least 0 and below 1, got {args.spread}")
     job = OFFLINE_JOBS[args.workload]
@@ -190,25 +178,17 @@ def virtual_s(model: ModelCost, step: Step) -> float:
 
 def plot(runs: Sequence[JobTrace], path: Path) -> None:
     """Plot tokens per step against time, with decodes below, one row for each way."""
-    try:
-        from matplotlib import pyplot  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install mainstem[plot]") from error
-    size = (9, 1 + 1.7 * len(runs))
-    figure, rows = pyplot.subplots(
-        len(runs), 1, figsize=size, sharex=True, sharey=True, squeeze=False
-    )
-    for axes, each in zip(rows[:, 0], runs, strict=True):
+    figure = new_figure(9, 1 + 1.7 * len(runs))
+    rows = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, each in zip(rows, runs, strict=True):
         trace = each.trace
-        axes.fill_between(trace.ends_s, trace.num_tokens, step="pre", color="#9ecae1", label="all")
-        axes.fill_between(
-            trace.ends_s, trace.num_decodes, step="pre", color="#08519c", label="decodes"
-        )
-        axes.set_ylabel("tokens in a step")
+        for values, color, label in (
+            (trace.num_tokens, "#9ecae1", "all"), (trace.num_decodes, "#08519c", "decodes")
+        ):  # fmt: skip
+            axes.fill_between(trace.ends_s, values, step="pre", color=color, label=label)
         title = f"{each.way}: {trace.seconds:.1f} s, {each.saving_ratio:.0%} of prompt tokens saved"
         axes.set_title(title, loc="left", fontsize=10)
-    rows[0, 0].legend(loc="lower right", fontsize=8)
-    rows[-1, 0].set_xlabel("seconds (cost model of an H200)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        axes.set_ylabel("tokens in a step")
+    rows[0].legend(loc="lower right", fontsize=8)
+    rows[-1].set_xlabel("seconds (cost model of an H200)")
+    save_figure(figure, path)

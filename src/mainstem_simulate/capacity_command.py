@@ -11,15 +11,17 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative_count, positive
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.words import counted
 from mainstem.kv.eviction import POLICIES
+from mainstem_simulate import trace_flags
 from mainstem_simulate.capacity import (
     DEFAULT_TTL_S,
     CapacityQuestion,
@@ -29,43 +31,22 @@ from mainstem_simulate.capacity import (
 )
 from mainstem_simulate.plots import plot_capacity, require_matplotlib
 from mainstem_simulate.service import Prices
-from mainstem_simulate.trace_flags import (
-    add_storage_prices,
-    add_trace_flags,
-    kv_bytes_per_token,
-    read_options,
-    warn_if_nothing_is_shared,
-)
 from mainstem_simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="mainstem capacity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_trace_flags(made)
-    made.add_argument(
-        "--target-hit-rate",
-        type=positive,
-        default=0.9,
-        metavar="X",
-        help="the target: saved prompt tokens / all prompt tokens (0.9)",
-    )
+    made = Parser("mainstem capacity", description=__doc__)
+    trace_flags.add_trace_flags(made)
+    flag = partial(add_flag, made)
+    flag("--target-hit-rate", positive, "the target: saved prompt tokens / all prompt tokens", 0.9)
     made.add_argument(
         "--policy",
         choices=list(POLICIES),
         default="lookahead",
         help="which pages are evicted first (lookahead)",
     )
-    made.add_argument(
-        "--lookahead",
-        type=not_negative_count,
-        metavar="N",
-        help="waiting requests that the policy sees",
-    )
-    add_storage_prices(made)
+    flag("--lookahead", not_negative_count, "waiting requests that the policy sees")
+    trace_flags.add_storage_prices(made)
     made.add_argument("--json", action="store_true", help="one JSON object")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rate against capacity in GB")
     return made
@@ -78,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.target_hit_rate > 1:
         raise InvalidRequest("--target-hit-rate", f"must be at most 1, got {args.target_hit_rate}")
     started = perf_counter()
-    trace = read_trace(args.trace, read_options(args))
-    warn_if_nothing_is_shared(trace)
+    trace = read_trace(args.trace, trace_flags.read_options(args))
+    trace_flags.warn_if_nothing_is_shared(trace)
     asked = CapacityQuestion(
         target_hit_rate=args.target_hit_rate,
         policy=args.policy,
-        kv_bytes_per_token=kv_bytes_per_token(args),
+        kv_bytes_per_token=trace_flags.kv_bytes_per_token(args),
         ttl_s=args.ttl or DEFAULT_TTL_S,
         context_tokens=args.context_tokens,
         lookahead=args.lookahead,

@@ -10,10 +10,9 @@ With --replicas N it simulates many replicas behind a router, with other flags:
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from mainstem.cli.flag_types import (
@@ -23,35 +22,22 @@ from mainstem.cli.flag_types import (
     one_of,
     positive_count,
 )
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
 from mainstem.kv.eviction import POLICIES
 from mainstem.kv.policy import HEADROOM
-from mainstem_simulate import replicas_command
+from mainstem_simulate import replicas_command, trace_flags
 from mainstem_simulate.plots import plot_reports, require_matplotlib
+from mainstem_simulate.printed import as_table, json_line
 from mainstem_simulate.service import Prices, ServiceRates
-from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
-from mainstem_simulate.trace_flags import (
-    add_rate_flags,
-    add_storage_prices,
-    add_trace_flags,
-    kv_bytes_per_token,
-    read_options,
-    warn_if_nothing_is_shared,
-)
-from mainstem_simulate.trace_records import Trace
+from mainstem_simulate.simulator import Queue, SimulationConfig, simulate
 from mainstem_simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:
     prices = Prices()
-    made = Parser(
-        prog="mainstem simulate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_trace_flags(made)
+    made = Parser("mainstem simulate", description=__doc__)
+    trace_flags.add_trace_flags(made)
     store = made.add_argument_group("store")
     store.add_argument(
         "--policy",
@@ -70,19 +56,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="GB",
         help="device memory for cached pages (0: all hits come from host memory)",
     )
-    store.add_argument(
+    flag = partial(add_flag, store)
+    flag(
         "--lookahead",
-        type=not_negative_count,
-        metavar="N",
-        help="waiting requests that the policy sees (as many as the store holds; belady: all)",
+        not_negative_count,
+        "waiting requests that the policy sees (as many as the store holds; belady: all)",
     )
-    store.add_argument(
-        "--headroom",
-        type=not_negative,
-        default=HEADROOM,
-        metavar="X",
-        help=f"share of host memory kept free, if there is a disk ({HEADROOM})",
-    )
+    flag("--headroom", not_negative, "share of host memory kept free, if there is a disk", HEADROOM)
     world = made.add_argument_group("service")
     world.add_argument(
         "--queue",
@@ -90,30 +70,15 @@ def parser() -> argparse.ArgumentParser:
         default=Queue.SATURATED.value,
         help="saturated: requests always wait; arrivals: they come when the trace says (saturated)",
     )
-    world.add_argument(
-        "--warmup",
-        type=not_negative_count,
-        default=0,
-        metavar="N",
-        help="leave the first N requests out of the counts",
+    add_flag(
+        world, "--warmup", not_negative_count, "leave the first N requests out of the counts", 0
     )
-    add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
+    trace_flags.add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
     money = made.add_argument_group("prices")
-    money.add_argument(
-        "--gpu-price",
-        type=not_negative,
-        default=prices.gpu,
-        metavar="$",
-        help=f"US dollars per GPU and hour ({prices.gpu})",
-    )
-    add_storage_prices(money)
-    money.add_argument(
-        "--gpus",
-        type=positive_count,
-        default=prices.num_gpus,
-        metavar="N",
-        help="number of GPUs that make up the device (1)",
-    )
+    flag = partial(add_flag, money)
+    flag("--gpu-price", not_negative, "US dollars per GPU and hour", prices.gpu, metavar="$")
+    trace_flags.add_storage_prices(money)
+    flag("--gpus", positive_count, "number of GPUs that make up the device", prices.num_gpus)
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates and device time")
     return made
@@ -126,20 +91,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(words)
     if args.plot is not None:
         require_matplotlib()
-    trace = read_trace(args.trace, read_options(args))
-    warn_if_nothing_is_shared(trace)
+    trace = read_trace(args.trace, trace_flags.read_options(args))
+    trace_flags.warn_if_nothing_is_shared(trace)
     if args.warmup >= len(trace.requests):
         raise ConfigError(
             f"--warmup {args.warmup} leaves no request to count: there are {len(trace.requests)}"
         )
     reports = []
-    for config in configs(args, kv_bytes_per_token(args)):
+    for config in configs(args, trace_flags.kv_bytes_per_token(args)):
         report = simulate(trace, config)
         reports.append(report)
         if args.json:
-            print(json.dumps(as_json(report, trace)), flush=True)
+            print(json_line(report, trace), flush=True)
     if not args.json:
-        print(as_table(reports))
+        print(as_table(reports, COLUMNS))
     if args.plot is not None:
         plot_reports(reports, args.plot)
     return 0
@@ -179,38 +144,20 @@ def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]
     ]
 
 
-def as_json(report: SimulationReport, trace: Trace) -> dict[str, object]:
-    values = {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in asdict(report).items()
-    }
-    return {"format": trace.format.value, "can_share": trace.can_share, **values}
-
-
-def as_table(reports: Sequence[SimulationReport]) -> str:
-    header = (
-        "policy", "lookahead", "device GB", "host GB", "disk GB", "hit rate", "device", "DRAM",
-        "disk", "unbounded",
-        "TTFT s", "prefill tokens", "device s", "cost $", "seconds",
-    )  # fmt: skip
-    rows = [
-        (
-            report.policy,
-            f"{report.lookahead:,}",
-            f"{report.device_gb:g}",
-            f"{report.host_gb:g}",
-            f"{report.disk_gb:g}",
-            f"{report.hit_rate:.4f}",
-            f"{report.hit_rate_device:.4f}",
-            f"{report.hit_rate_dram:.4f}",
-            f"{report.hit_rate_disk:.4f}",
-            f"{report.hit_rate_unbounded:.4f}",
-            f"{report.mean_ttft_s:.3f}",
-            f"{report.prefill_tokens:,}",
-            f"{report.device_s:,.0f}",
-            f"{report.cost:.2f}",
-            f"{report.seconds:.1f}",
-        )
-        for report in reports
-    ]
-    return table(header, rows)
+COLUMNS = {  # of a table for people: the report's field, and its form
+    "policy": ("policy", ""),
+    "lookahead": ("lookahead", ","),
+    "device GB": ("device_gb", "g"),
+    "host GB": ("host_gb", "g"),
+    "disk GB": ("disk_gb", "g"),
+    "hit rate": ("hit_rate", ".4f"),
+    "device": ("hit_rate_device", ".4f"),
+    "DRAM": ("hit_rate_dram", ".4f"),
+    "disk": ("hit_rate_disk", ".4f"),
+    "unbounded": ("hit_rate_unbounded", ".4f"),
+    "TTFT s": ("mean_ttft_s", ".3f"),
+    "prefill tokens": ("prefill_tokens", ","),
+    "device s": ("device_s", ",.0f"),
+    "cost $": ("cost", ".2f"),
+    "seconds": ("seconds", ".1f"),
+}

@@ -51,16 +51,12 @@ class ReplicaPages:
     """An LRU cache of `capacity` pages; the tail of a chain is evicted before its head."""
 
     def __init__(self, capacity: int, num_pages: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._is_here = np.zeros(num_pages, dtype=np.bool_)
         self._last_use = np.zeros(num_pages, dtype=np.int32)
         self._uses: deque[tuple[int, Int64s]] = deque()  # oldest first
         self._num_uses = 0
         self._num_here = 0
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     def num_leading(self, pages: Int64s) -> int:
         """How many leading pages of a chain are cached."""
@@ -70,15 +66,15 @@ class ReplicaPages:
 
     def use(self, pages: Int64s) -> None:
         """Cache a chain, and evict the least recently used pages."""
-        if not self._capacity or not len(pages):
+        if not self.capacity or not len(pages):
             return
         self._num_uses += 1
         self._num_here += len(pages) - int(np.count_nonzero(self._is_here[pages]))
         self._is_here[pages] = True
         self._last_use[pages] = self._num_uses
         self._uses.append((self._num_uses, pages))
-        while self._num_here > self._capacity:
-            self._drop_oldest(self._num_here - self._capacity)
+        while self._num_here > self.capacity:
+            self._drop_oldest(self._num_here - self.capacity)
 
     def _drop_oldest(self, most: int) -> None:
         """Evict pages of the oldest use that were not used since, the last pages first."""
@@ -92,4 +88,4 @@ class ReplicaPages:
 
     def check(self) -> None:
         """Raise if pages are counted wrong."""
-        assert self._num_here == int(np.count_nonzero(self._is_here)) <= self._capacity
+        assert self._num_here == int(np.count_nonzero(self._is_here)) <= self.capacity

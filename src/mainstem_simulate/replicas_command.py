@@ -6,9 +6,9 @@ is one line of the output.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mainstem.cli.flag_types import (
@@ -19,23 +19,16 @@ from mainstem.cli.flag_types import (
     positive,
     positive_count,
 )
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
 from mainstem.ray.router import RouterKind
+from mainstem_simulate import trace_flags
 from mainstem_simulate.device_pages import PagedTrace
 from mainstem_simulate.fleet_plots import plot_fleets
 from mainstem_simulate.plots import require_matplotlib
+from mainstem_simulate.printed import as_table, json_line
 from mainstem_simulate.replicas import FleetConfig, FleetReport, find_reference, simulate_fleet
 from mainstem_simulate.service import ServiceRates
-from mainstem_simulate.trace_flags import (
-    add_rate_flags,
-    add_trace_flags,
-    kv_bytes_per_token,
-    read_options,
-    warn_if_nothing_is_shared,
-)
-from mainstem_simulate.trace_records import Trace
 from mainstem_simulate.traces import read_trace
 
 DEVICE_TOKENS = 1_000_000
@@ -43,12 +36,8 @@ SHARED_GB_PER_S = 10.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="mainstem simulate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_trace_flags(made)
+    made = Parser("mainstem simulate", description=__doc__)
+    trace_flags.add_trace_flags(made)
     fleet = made.add_argument_group("replicas")
     fleet.add_argument(
         "--replicas", type=comma_list(positive_count), required=True, metavar="N", help="how many"
@@ -81,22 +70,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="GB/S",
         help=f"GB/s from that store to each replica ({SHARED_GB_PER_S:g})",
     )
-    fleet.add_argument(
+    flag = partial(add_flag, fleet)
+    flag(
         "--busy",
-        type=positive,
-        default=0.7,
-        metavar="X",
-        help="share of the time that devices with one common memory would be busy (0.7)",
+        positive,
+        "share of the time that devices with one common memory would be busy",
+        0.7,
     )
     world = made.add_argument_group("service")
-    world.add_argument(
-        "--warmup",
-        type=not_negative_count,
-        default=0,
-        metavar="N",
-        help="leave the first N requests out of the counts",
+    add_flag(
+        world, "--warmup", not_negative_count, "leave the first N requests out of the counts", 0
     )
-    add_rate_flags(world, ("prefill_tokens_per_s", "decode_tokens_per_s"))
+    trace_flags.add_rate_flags(world, ("prefill_tokens_per_s", "decode_tokens_per_s"))
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates, TTFT and loads")
     return made
@@ -108,16 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib()
     if args.ttl is not None:
         raise ConfigError("--ttl is not simulated with --replicas")
-    configs = list(_configs(args, kv_bytes_per_token(args)))
-    trace = read_trace(args.trace, read_options(args))
-    warn_if_nothing_is_shared(trace)
+    configs = list(_configs(args, trace_flags.kv_bytes_per_token(args)))
+    trace = read_trace(args.trace, trace_flags.read_options(args))
+    trace_flags.warn_if_nothing_is_shared(trace)
     reports = []
     for report in _reports(PagedTrace.of(trace), configs, args):
         reports.append(report)
         if args.json:
-            print(json.dumps(_as_json(report, trace)), flush=True)
+            print(json_line(report, trace), flush=True)
     if not args.json:
-        print(_as_table(reports))
+        print(as_table(reports, COLUMNS))
     if args.plot is not None:
         plot_fleets(reports, args.plot)
     return 0
@@ -154,33 +139,16 @@ def _reports(
                 yield simulate_fleet(trace, chosen, reference)
 
 
-def _as_json(report: FleetReport, trace: Trace) -> dict[str, object]:
-    values = {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in asdict(report).items()
-    }
-    return {"format": trace.format.value, "can_share": trace.can_share, **values}
-
-
-def _as_table(reports: Sequence[FleetReport]) -> str:
-    header = (
-        "router", "replicas", "tokens each", "shared GB", "hit rate", "of reference",
-        "TTFT s", "p99 s", "busy", "max/mean load", "device s",
-    )  # fmt: skip
-    rows = [
-        (
-            report.router,
-            f"{report.replicas}",
-            f"{report.device_tokens:,}",
-            f"{report.shared_gb:g}",
-            f"{report.hit_rate:.4f}",
-            f"{report.hit_rate_kept:.3f}",
-            f"{report.mean_ttft_s:.3f}",
-            f"{report.p99_ttft_s:.3f}",
-            f"{report.busy:.3f}",
-            f"{report.load_max_over_mean:.3f}",
-            f"{report.device_s:,.0f}",
-        )
-        for report in reports
-    ]
-    return table(header, rows)
+COLUMNS = {  # of a table for people: the report's field, and its form
+    "router": ("router", ""),
+    "replicas": ("replicas", ""),
+    "tokens each": ("device_tokens", ","),
+    "shared GB": ("shared_gb", "g"),
+    "hit rate": ("hit_rate", ".4f"),
+    "of reference": ("hit_rate_kept", ".3f"),
+    "TTFT s": ("mean_ttft_s", ".3f"),
+    "p99 s": ("p99_ttft_s", ".3f"),
+    "busy": ("busy", ".3f"),
+    "max/mean load": ("load_max_over_mean", ".3f"),
+    "device s": ("device_s", ",.0f"),
+}

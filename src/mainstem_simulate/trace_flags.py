@@ -3,10 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from mainstem.checkpoints.hub import config_folder
 from mainstem.cli.flag_types import not_negative, positive, positive_count
+from mainstem.cli.parser import add_flag
 from mainstem.core.config import DType
 from mainstem.runner.kv_size import kv_size
 from mainstem_simulate.service import Prices, ServiceRates
@@ -40,11 +42,11 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         choices=[member.value for member in TraceFormat],
         help="format of the trace (default: found from its first line)",
     )
-    group.add_argument(
+    flag = partial(add_flag, group)
+    flag(
         "--page-tokens",
-        type=positive_count,
-        metavar="N",
-        help="tokens per page; if the trace has page ids, their page size (mooncake 512, qwen 16, "
+        positive_count,
+        "tokens per page; if the trace has page ids, their page size (mooncake 512, qwen 16, "
         "weka 64, others 128)",
     )
     group.add_argument(
@@ -54,11 +56,10 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         help="sessions, weka, chitchat: session starts per second (1); others: requests per second "
         "(as recorded)",
     )
-    group.add_argument(
+    flag(
         "--context-tokens",
-        type=positive_count,
-        metavar="N",
-        help="leave out requests with more tokens, and the rest of their session (no limit)",
+        positive_count,
+        "leave out requests with more tokens, and the rest of their session (no limit)",
     )
     group.add_argument(
         "--overflow",
@@ -69,23 +70,13 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         "computed again (leave-out)",
     )
     group.add_argument("--limit", type=positive_count, metavar="N", help="read N requests (all)")
-    for flag, what in (("--prompt-tokens", "prompt"), ("--answer-tokens", "answer")):
-        group.add_argument(
-            flag,
-            type=positive_count,
-            metavar="N",
-            help=f"tokens of every {what}, for a trace without lengths (servegen)",
+    for name, what in (("--prompt-tokens", "prompt"), ("--answer-tokens", "answer")):
+        flag(
+            name, positive_count, f"tokens of every {what}, for a trace without lengths (servegen)"
         )
-    group.add_argument(
-        "--think-times",
-        type=Path,
-        metavar="FILE",
-        help="file with the gaps between turns (the shipped table)",
-    )
+    flag("--think-times", Path, "file with the gaps between turns (the shipped table)")
     group.add_argument("--seed", type=int, default=0, help="seed of random arrivals (0)")
-    parser.add_argument(
-        "--ttl", type=positive, metavar="S", help="drop pages that were unused for S seconds"
-    )
+    add_flag(parser, "--ttl", positive, "drop pages that were unused for S seconds", metavar="S")
 
 
 def kv_bytes_per_token(args: argparse.Namespace) -> float:
@@ -120,20 +111,11 @@ def add_rate_flags(group: argparse._ActionsContainer, names: Sequence[str]) -> N
 def add_storage_prices(group: argparse._ActionsContainer) -> None:
     """Flags for prices of storage."""
     prices = Prices()
-    group.add_argument(
-        "--dram-price",
-        type=not_negative,
-        default=prices.dram_gb,
-        metavar="$",
-        help=f"US dollars per GB of host memory and hour ({prices.dram_gb})",
-    )
-    group.add_argument(
-        "--disk-price",
-        type=not_negative,
-        default=prices.disk_gb,
-        metavar="$",
-        help=f"US dollars per GB of disk and hour ({prices.disk_gb})",
-    )
+    for name, default, what in (
+        ("dram", prices.dram_gb, "host memory"), ("disk", prices.disk_gb, "disk")
+    ):  # fmt: skip
+        words = f"US dollars per GB of {what} and hour"
+        add_flag(group, f"--{name}-price", not_negative, words, default, metavar="$")
 
 
 def read_options(args: argparse.Namespace) -> ReadOptions:

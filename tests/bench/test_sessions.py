@@ -114,7 +114,7 @@ def test_a_tier_gets_only_the_settings_that_it_uses() -> None:
     work = WORKLOADS["tiny"]
     given = {}
     for tier in ("none", "host", "disk"):
-        with sessions.InTier(engine_config(args), work, tier) as config:
+        with sessions.in_tier(engine_config(args), work, tier) as config:
             config.check()
             given[tier] = config.store
     assert {store.policy for store in given.values()} == {"lru"}

@@ -14,7 +14,7 @@ from torch import Tensor
 from mainstem.core.config import CacheConfig, EngineConfig, ModelConfig, StoreConfig
 from mainstem.core.errors import EngineAsleep, InvalidRequest, WeightsLost
 from mainstem.core.events import EventBus, PagesCleared
-from mainstem.core.request import FinishReason
+from mainstem.core.request import FinishReason, Output
 from mainstem.core.weights import FolderUpdate, Tag, TensorUpdate, Update, UpdateMode
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
@@ -244,7 +244,7 @@ def test_running_requests_finish_and_new_ones_wait(
         outputs = engine.step()
     future = engine.update_weights(FolderUpdate(folders[1]))
     engine.submit(a_request(PROMPTS[0], 10, name="after"))
-    last = {}
+    last: dict[str, Output] = {}
     while engine.has_work:
         outputs = engine.step()
         last |= {output.request_id: output for output in outputs}

@@ -132,7 +132,7 @@ def test_an_error_elsewhere_does_not_lose_finished_loads(monkeypatch: pytest.Mon
     awaited = store.load(StoredRun(chain, 0, 7), np.empty(0, np.int32), store.loader.num_layers)
     assert awaited == chain.keys[6]
     tiered.copier.patience = 0
-    store._check_copies(0.0)  # the first layer
+    store._copies._check()  # the first layer
     with monkeypatch.context() as patch:
         patch.setattr(tiered.stack, "_next_chore_s", 0.0)
         patch.setattr(tiered.stack.policy, "expire", _raise)

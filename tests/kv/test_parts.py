@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mainstem.core.errors import ConfigError, OutOfPages
 from mainstem.core.events import EventBus
 from mainstem.core.step import Int32s, StepId
+from mainstem.kv.finder import Lookup
 from mainstem.kv.parts import FORK, WindowParts
 from mainstem.kv.pool import PagePool
-from mainstem.kv.store import KVStore, Lookup
+from mainstem.kv.store import KVStore
 
 NUM_PAGES = 24
 

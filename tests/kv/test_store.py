@@ -8,10 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesEvicted
 from mainstem.core.step import Int32s
+from mainstem.kv.finder import Lookup
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, page_keys, root_key
 from mainstem.kv.pool import PagePool
-from mainstem.kv.store import KVStore, Lookup
+from mainstem.kv.store import KVStore
 
 PAGE = 2
 

@@ -16,8 +16,8 @@ from mainstem.core.events import (
     StoreOpened,
 )
 from mainstem.core.metrics import Counters
+from mainstem.kv.finder import Match
 from mainstem.kv.keys import PageChain
-from mainstem.kv.store import Match
 from mainstem.sched.loading import Loader
 from tests import fakes
 from tests.builders import VOCAB, Collector, a_request, run_all

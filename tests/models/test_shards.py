@@ -290,7 +290,8 @@ def test_either_all_ranks_use_the_single_token_pass_or_none(has_bias: bool, tmp_
     def has_pass(ranks: Thread) -> bool:
         decoder = make_decoder(folder_origin(tmp_path).open(torch.float32, CPU), spec, ranks)
         pages = DevicePages(decoder.spec, 1, 4, torch.float32)
-        tables = CpuAttention(decoder.spec, pages, 4, decoder.sinks).tables
+        gains = decoder.query_gains
+        tables = CpuAttention(decoder.spec, pages, 4, decoder.sinks, gains).tables
         return SingleTokenPass.make(decoder, pages, tables) is not None
 
     assert run_ranks(2, has_pass) == [not has_bias] * 2

@@ -27,7 +27,7 @@ def a_batch(rows: list[tuple[float, int, float, float]]) -> SampleBatch:
     )
 
 
-def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float):  # type: ignore[no-untyped-def, type-arg]
+def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float):  # type: ignore[no-untyped-def]
     """The distribution, one filter after the other, in fp64."""
     scores = logits.astype(np.float64) / temperature
     weights = np.exp(scores - scores.max())

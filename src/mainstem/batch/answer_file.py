@@ -24,7 +24,6 @@ from itertools import count
 from pathlib import Path
 from stat import S_ISREG
 from time import monotonic
-from types import TracebackType
 
 from mainstem.batch.done import Done, Entry, read_entry
 from mainstem.batch.files import (
@@ -170,12 +169,7 @@ class AnswerFile:
     def __enter__(self) -> "AnswerFile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if error is None:
                 self.finish()

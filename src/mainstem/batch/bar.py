@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from time import monotonic
-from types import TracebackType
 from typing import NoReturn, TextIO
 
 from tqdm import tqdm
@@ -99,12 +98,7 @@ class JobBar:
     def __enter__(self) -> "JobBar":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._bar is not None:
             if self._began_s is not None:  # the bar may still say that rows are being read
                 self._bar.set_description_str("running", refresh=False)

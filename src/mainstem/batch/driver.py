@@ -109,7 +109,6 @@ class Worker(Protocol):
 
     async def work(self, desk: Desk) -> None:
         """Answer rows until cancelled. Gives its rows back before it raises WorkerLost."""
-        ...
 
 
 class KeptLines:

@@ -47,11 +47,9 @@ class Pack(Protocol):
     def line(self, data: bytes) -> bytes:
         """Compress a line. The returned bytes are flushed: a reader can decompress all lines so
         far."""
-        ...
 
     def end(self) -> bytes:
         """Bytes that end the frame."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Progress of work that comes in named stages."""
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -35,12 +34,7 @@ class StageBar:
     def __enter__(self) -> "StageBar":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._close(is_done=error is None)
 
     def _close(self, is_done: bool) -> None:

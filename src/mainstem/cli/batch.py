@@ -32,6 +32,7 @@ from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
 from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, RowSource, WindowReader
+from mainstem.cli import flags
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.cli.batch_workers import (
     Team,
@@ -41,16 +42,7 @@ from mainstem.cli.batch_workers import (
     load_tokenizer,
     open_team,
 )
-from mainstem.cli.flags import (
-    DRAW_FLAGS,
-    add_draw_flags,
-    add_engine_flags,
-    add_generation_flag,
-    add_parser_flags,
-    engine_config,
-    model_defaults,
-)
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
@@ -63,7 +55,7 @@ from mainstem.wire.chat.parsing import CallParser
 MIB = 1 << 20
 LARGEST_WINDOW_MIB = 2048
 KEEP_ALL, REDO_CHANGED = "all", "changed"  # values of --resume
-DEFAULT_FLAGS = ["max_tokens", *DRAW_FLAGS, "stop", "ignore_eos"]  # fields of SamplingParams
+DEFAULT_FLAGS = ["max_tokens", *flags.DRAW_FLAGS, "stop", "ignore_eos"]  # fields of SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
         "mainstem batch",
         usage="%(prog)s IN -o OUT [--resume[=changed] | --overwrite] [flags]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("input", metavar="IN", help="JSON lines, also .gz or .zst; -: standard input")
     made.add_argument("-o", "--output", required=True, metavar="OUT", help="-: standard output")
@@ -106,20 +97,20 @@ def add_job_flags(made: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute equal greedy rows one by one; do not copy one answer",
     )
-    made.add_argument(
-        "--levels", type=int, default=PlanConfig().levels, metavar="N",
-        help="maximum levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
-    )  # fmt: skip
+    flag = partial(add_flag, made)
+    flag(
+        "--levels", int, "maximum levels of shared prefixes; 1: as in BatchLLM", PlanConfig().levels
+    )
     made.add_argument(
         "--window-mib", type=int, metavar="N",
         help="memory for rows that are planned together (1/8 of the free memory, up to 2048)",
     )  # fmt: skip
     made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
     made.add_argument("--no-progress", action="store_true", help="no progress bar")
-    add_parser_flags(made)
+    flags.add_parser_flags(made)
     add_worker_flags(made)
     _add_default_flags(made)
-    add_engine_flags(made)
+    flags.add_engine_flags(made)
 
 
 def _add_default_flags(made: argparse.ArgumentParser) -> None:
@@ -128,8 +119,8 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, metavar="N",
         help="maximum tokens of an answer (16 for prompts, the rest of the context for chats)",
     )  # fmt: skip
-    add_draw_flags(group, {})
-    add_generation_flag(group)
+    flags.add_draw_flags(group, {})
+    flags.add_generation_flag(group)
     group.add_argument(
         "--stop",
         action="append",
@@ -142,10 +133,8 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
         default=None,
         help="do not stop at end tokens",
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N",
-        help="rows without a seed get one made from N and their custom_id (%(default)s)",
-    )  # fmt: skip
+    flag = partial(add_flag, group)
+    flag("--seed", int, "rows without a seed get one made from N and their custom_id", 0)
 
 
 def open_engine(config: EngineConfig) -> TextEngine:
@@ -178,15 +167,12 @@ class JobInput(Protocol):
     @property
     def output(self) -> str:
         """The name of what the job makes, for the summary."""
-        ...
 
     def lines(self, tokenizer: Tokenizer) -> RowSource:
         """The rows, to be read once."""
-        ...
 
     def again(self) -> AbstractContextManager[Iterable[Line]]:
         """The same rows, to be compared with those of an earlier run; called after `lines`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -228,7 +214,7 @@ def run_job(
     """Answer the rows of an input into `args.output`; `args` are those of `add_job_flags`, and
     `resume` and `overwrite`."""
     is_spread = has_workers(args)
-    config = engine_config(args)
+    config = flags.engine_config(args)
     config.check()
     if args.no_plan and (args.no_reorder or args.levels != PlanConfig().levels):
         raise ConfigError("--no-reorder and --levels would have no effect with --no-plan")
@@ -248,7 +234,7 @@ def run_job(
         tokenizer = load_words(config) if engine is None else engine.tokenizer
         formats = find_formats(tokenizer, args.tool_call_parser, args.reasoning_parser)
         call_parser = CallParser(
-            model_defaults(args, tokenizer) | defaults, find_formats=lambda: formats
+            flags.model_defaults(args, tokenizer) | defaults, find_formats=lambda: formats
         )
         limit, identity = sys.maxsize, config.model.model.encode()
         if engine is not None:

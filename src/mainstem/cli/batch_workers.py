@@ -5,6 +5,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mainstem.batch.bundles import Task
@@ -12,6 +13,7 @@ from mainstem.batch.driver import Worker
 from mainstem.batch.job import seeded
 from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.flags import given_settings
+from mainstem.cli.parser import add_flag
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.json import Json
@@ -66,19 +68,10 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
         "--ray", nargs="?", const=HERE, metavar="ADDRESS",
         help="run engines in Ray actors: in the cluster at ADDRESS, or without it on this machine",
     )  # fmt: skip
-    group.add_argument(
-        "--worker-key-file", type=Path, metavar="FILE", help="file with the API key for --workers"
-    )
-    group.add_argument(
-        "--worker-rows", type=int, default=ROWS_PER_WORKER, metavar="N",
-        help="rows in progress at each server (%(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--ray-workers",
-        type=int,
-        metavar="N",
-        help="number of Ray actors (one for each GPU, or one)",
-    )
+    flag = partial(add_flag, group)
+    flag("--worker-key-file", Path, "file with the API key for --workers")
+    flag("--worker-rows", int, "rows in progress at each server", ROWS_PER_WORKER)
+    flag("--ray-workers", int, "number of Ray actors (one for each GPU, or one)")
 
 
 def join_ray_address(argv: list[str]) -> list[str]:

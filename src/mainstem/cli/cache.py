@@ -51,11 +51,7 @@ class FolderVerdict:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem cache",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = Parser("mainstem cache", description=__doc__)
     made.add_argument("action", choices=["stats", "verify", "clear"])
     made.add_argument("folder", type=Path, metavar="DIR")
     made.add_argument("--json", action="store_true", help="one JSON object a line")

@@ -8,15 +8,17 @@ import argparse
 import json
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
 from mainstem.core.tables import table
@@ -52,27 +54,12 @@ class DemoPass:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem demo",
-        usage="%(prog)s [flags]",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    made = Parser("mainstem demo", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--input", type=Path, metavar="FILE.jsonl", help="documents and questions")
-    made.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/demo.jsonl"),
-        metavar="FILE.jsonl",
-        help="file for the answers (%(default)s)",
-    )
-    made.add_argument(
-        "--max-tokens", type=positive_count, default=24, metavar="N",
-        help="maximum tokens of an answer (%(default)s)",
-    )  # fmt: skip
-    made.add_argument(
-        "--limit", type=positive_count, metavar="N", help="ask only the first N questions"
-    )
+    flag = partial(add_flag, made)
+    flag("--out", Path, "file for the answers", Path("out/demo.jsonl"), metavar="FILE.jsonl")
+    flag("--max-tokens", positive_count, "maximum tokens of an answer", 24)
+    flag("--limit", positive_count, "ask only the first N questions")
     add_engine_flags(made)
     return made
 
@@ -95,14 +82,14 @@ def main(argv: list[str]) -> int:
 
 def load_questions(path: Path | None) -> list[Question]:
     """Questions in file order; raises InvalidRequest naming the line that is wrong."""
-    source = path or files("mainstem") / "data" / "demo_docs.jsonl"
     questions: list[Question] = []
     try:
-        text = source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest("--input", f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("--input", f"{path} is not UTF-8: {error}") from error
+        if path is None:
+            text = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
+        else:
+            text = read_plain_or_gzip(path)
+    except UNREADABLE as error:
+        raise InvalidRequest("--input", f"cannot read {path}: {error}") from error
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)

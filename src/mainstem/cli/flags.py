@@ -2,8 +2,10 @@
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+from mainstem.cli.parser import add_flag
 from mainstem.core.config import SETTINGS, EngineConfig, load_config, with_arguments
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import SamplingParams
@@ -27,9 +29,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags for model, memory and scheduling. If a flag is not given, the config file's value
     is used."""
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--config", type=Path, metavar="FILE.toml", help="file with settings; flags override it"
-    )
+    add_flag(engine, "--config", Path, "file with settings; flags override it", metavar="FILE.toml")
     store = parser.add_argument_group("KV store")
     for setting in SETTINGS:
         _add_flag(store if setting.section == "store" else engine, setting)
@@ -69,10 +69,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, object]:
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N",
-        help="maximum tokens of the answer (%(default)s)",
-    )  # fmt: skip
+    flag = partial(add_flag, group)
+    flag("--max-tokens", int, "maximum tokens of the answer", max_tokens)
     add_draw_flags(group, GREEDY)
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
     group.add_argument(

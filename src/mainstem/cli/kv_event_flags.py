@@ -4,6 +4,7 @@ import argparse
 import re
 from importlib.util import find_spec
 
+from mainstem.cli.parser import add_flag
 from mainstem.core.errors import ConfigError
 from mainstem.server.link.kv_events import NO_ZMQ, KvEventsConfig
 
@@ -21,30 +22,13 @@ def endpoint(text: str) -> str:
 def add_kv_event_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags as a separate group."""
     group = parser.add_argument_group("KV events, as vLLM sends them to routers (off)")
-    group.add_argument(
-        "--kv-events",
-        type=endpoint,
-        metavar="ADDRESS",
-        help="publish at an address like tcp://127.0.0.1:5557; events contain token ids of prompts",
-    )
-    group.add_argument(
-        "--kv-events-connect",
-        type=endpoint,
-        metavar="ADDRESS",
-        help="publish to a subscriber that listens at this address",
-    )
-    group.add_argument(
-        "--kv-events-replay",
-        type=endpoint,
-        metavar="ADDRESS",
-        help="where subscribers request batches that they missed",
-    )
-    group.add_argument(
-        "--kv-events-topic",
-        default="",
-        metavar="TEXT",
-        help="topic that subscribers can filter by (none)",
-    )
+    for end, words in (
+        ("", "publish at an address like tcp://127.0.0.1:5557; events hold token ids of prompts"),
+        ("-connect", "publish to a subscriber that listens at this address"),
+        ("-replay", "where subscribers request batches that they missed"),
+    ):
+        add_flag(group, f"--kv-events{end}", endpoint, words, metavar="ADDRESS")
+    add_flag(group, "--kv-events-topic", str, "topic that subscribers can filter by", "")
 
 
 def kv_events_config(args: argparse.Namespace) -> KvEventsConfig | None:

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +24,7 @@ from mainstem.cli.batch import REDO_CHANGED, JobEnd, add_job_flags, open_engine,
 from mainstem.cli.batch_workers import has_workers, join_ray_address, load_tokenizer
 from mainstem.cli.flag_types import member_of, positive_count
 from mainstem.cli.map_plan import print_plan
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.tables.asking import Asking, error_column
@@ -45,7 +46,6 @@ def parser() -> argparse.ArgumentParser:
         "mainstem map",
         usage="%(prog)s TABLE (--prompt TEXT | --prompt-file FILE) -o OUT [flags]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("table", metavar="TABLE", help="a file, folder or pattern; -: standard input")
     made.add_argument("-o", "--output", metavar="OUT", help="-: standard output")
@@ -78,12 +78,9 @@ def parser() -> argparse.ArgumentParser:
 def _add_prompt_flags(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("what is asked")
     text = group.add_mutually_exclusive_group(required=True)
-    text.add_argument(
-        "--prompt", metavar="TEXT", help="{column} is a cell, {row} a list of fields, {{ a brace"
-    )
-    text.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="a Jinja template: {{ column }}, {{ row }}"
-    )
+    flag = partial(add_flag, text)
+    flag("--prompt", str, "{column} is a cell, {row} a list of fields, {{ a brace", metavar="TEXT")
+    flag("--prompt-file", Path, "a Jinja template: {{ column }}, {{ row }}")
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
         "--no-chat", action="store_true", help="prompts are texts to continue: no chat template"

@@ -1,17 +1,30 @@
 """The parser of every command: flags are written in full, and errors are short."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import NoReturn
 
+from mainstem.cli.flag_types import not_negative, not_negative_count, positive, positive_count
 from mainstem.core.spelling import did_you_mean
+
+METAVARS: dict[Callable[[str], object], str] = {
+    **dict.fromkeys((int, not_negative_count, positive_count), "N"),
+    **dict.fromkeys((float, not_negative, positive), "X"),
+    Path: "FILE",
+}
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses abbreviated flags, which would change their meaning when a flag is added."""
+    """Refuses abbreviated flags, which would change their meaning when a flag is added. The lines
+    of the description are kept."""
 
-    def __init__(self, prog: str | None = None, **named: Any) -> None:
-        super().__init__(prog, allow_abbrev=False, **named)
+    def __init__(
+        self, prog: str | None = None, description: str | None = None, usage: str | None = None
+    ) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, usage, description, formatter_class=form, allow_abbrev=False)
 
     def parse_args(  # type: ignore[override]  # typeshed's overloads say the same
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -43,3 +56,32 @@ def _hint(flag: str, known: Sequence[str]) -> str:
     """Which flags were probably meant: those that `flag` abbreviates, or else the nearest."""
     meant = [each for each in known if flag.startswith("--") and each.startswith(flag)]
     return f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(flag, known)
+
+
+def add_flag(
+    group: argparse._ActionsContainer,
+    name: str,
+    kind: Callable[[str], object],
+    words: str,
+    default: object = None,
+    *,
+    metavar: str | None = None,
+) -> None:
+    """Add a flag with one value; its default ends its help, unless that is None or empty.
+
+    add_flag(parser, "--port", int, "port to listen on", 8000)
+    """
+    if shown := _shown(default):
+        words = f"{words} ({shown})".lstrip()
+    metavar = metavar or METAVARS.get(kind)
+    group.add_argument(name, type=kind, default=default, metavar=metavar, help=words)
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return ""
+    if isinstance(default, list):
+        return ",".join(map(_shown, default))
+    if isinstance(default, Enum):
+        return str(default.value)
+    return f"{default:.12g}" if isinstance(default, float) else str(default)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 
@@ -25,7 +25,7 @@ from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
 from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import ModelConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import replacing
@@ -277,48 +277,28 @@ def _write_lines(name: str, lines: Iterable[bytes]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = Parser("mainstem plan", description=__doc__)
     made.add_argument(
         "file", metavar="FILE", help="JSON lines, .gz and .zst too; -: standard input"
     )
-    made.add_argument(
-        "--model", default="smollm2", help="model whose tokenizer is used for text (smollm2)"
-    )
-    made.add_argument(
-        "--chat-template",
-        metavar="FILE.jinja",
-        help="used for chats instead of the model's own",
-    )
+    flag = partial(add_flag, made)
+    flag("--model", str, "model whose tokenizer is used for text", "smollm2")
+    flag("--chat-template", str, "used for chats instead of the model's own", metavar="FILE.jinja")
     add_app_flag(made)
-    made.add_argument(
-        "--levels", type=int, default=PlanConfig().levels, metavar="N",
-        help="maximum levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
-    )  # fmt: skip
+    flag(
+        "--levels", int, "maximum levels of shared prefixes; 1: as in BatchLLM", PlanConfig().levels
+    )
     made.add_argument(
         "--group-tokens", type=int, default=PlanConfig().group_tokens, metavar="N",
         help="distinct tokens above which a group is split if possible (%(default)s)",
     )  # fmt: skip
-    made.add_argument(
-        "--lru-tokens", type=int, default=450_000, metavar="N",
-        help="tokens in the LRU cache to compare with (%(default)s)",
-    )  # fmt: skip
-    made.add_argument(
-        "--page-size", type=int, default=16, metavar="N", help="page size of that cache (16)"
-    )
-    made.add_argument(
-        "--workers", type=int, metavar="N",
-        help="also cut the plan for N workers: shows balance, and saving lost",
-    )  # fmt: skip
+    flag("--lru-tokens", int, "tokens in the LRU cache to compare with", 450_000)
+    flag("--page-size", int, "page size of that cache", 16)
+    flag("--workers", int, "also cut the plan for N workers: shows balance, and saving lost")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the biggest groups")
-    made.add_argument(
-        "--emit-order", metavar="OUT", help="write the lines in planned order; -: standard output"
-    )
-    made.add_argument(
-        "--emit-plan", metavar="OUT", help="write the plan as JSON lines; -: standard output"
-    )
+    flag("--emit-order", str, "write the lines in planned order; -: standard output", metavar="OUT")
+    flag("--emit-plan", str, "write the plan as JSON lines; -: standard output", metavar="OUT")
     made.add_argument("--no-progress", action="store_true", help="show no progress")
     return made
 

@@ -15,16 +15,10 @@ import uvicorn
 
 from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.progress import StageBar
+from mainstem.cli import flags
 from mainstem.cli.flag_types import not_negative, positive, positive_count
-from mainstem.cli.flags import (
-    add_engine_flags,
-    add_generation_flag,
-    add_parser_flags,
-    engine_config,
-    model_defaults,
-)
 from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.server.apps import AppFile, AppRegistry
@@ -76,13 +70,8 @@ def parser() -> argparse.ArgumentParser:
     made = Parser("mainstem serve", usage="%(prog)s [MODEL] [flags]", description=__doc__)
     made.add_argument("model_given", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    made.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="port to listen on; 0: any free port (8000)",
-    )
+    flag = partial(add_flag, made)
+    flag("--port", int, "port to listen on; 0: any free port", 8000)
     made.add_argument(
         "--served-model-name",
         nargs="+",
@@ -117,10 +106,7 @@ def parser() -> argparse.ArgumentParser:
         "--api-key-file", type=Path, metavar="FILE",
         help="clients' keys, in lines of name:key (none: anybody may use the server)",
     )  # fmt: skip
-    made.add_argument(
-        "--admin-key-file", type=Path, metavar="FILE",
-        help="keys for /admin/, in lines of name:key",
-    )  # fmt: skip
+    flag("--admin-key-file", Path, "keys for /admin/, in lines of name:key")
     made.add_argument(
         "--weights-root", type=Path, metavar="DIR",
         help="POST /admin/weights takes folders below this one (none)",
@@ -136,59 +122,36 @@ def parser() -> argparse.ArgumentParser:
         help="folder for files, batches, sessions, responses and the apps of /admin/apps; without "
         "it, /v1/files and /v1/batches are not available",
     )
-    made.add_argument(
-        "--shutdown-s",
-        type=not_negative,
-        default=30.0,
-        metavar="S",
-        help="time to finish answers at shutdown (30)",
-    )
+    flag("--shutdown-s", not_negative, "time to finish answers at shutdown", 30.0, metavar="S")
     made.add_argument(
         "--record",
         type=Path,
         metavar="FILE.jsonl",
         help="record each prompt's token ids and time in this file, for `mainstem bench replay`",
     )
-    add_generation_flag(made)
-    add_parser_flags(made)
+    flags.add_generation_flag(made)
+    flags.add_parser_flags(made)
     made.add_argument(
         "--log-level", choices=LEVELS, default="info", help="least severe messages to log (info)"
     )
     limits = made.add_argument_group("limits")
-    limits.add_argument(
+    flag = partial(add_flag, limits)
+    flag(
         "--max-queue",
-        type=positive_count,
-        default=defaults.open_answers,
-        metavar="N",
-        help=f"maximum answers running and waiting, then 429 ({defaults.open_answers})",
+        positive_count,
+        "maximum answers running and waiting, then 429",
+        defaults.open_answers,
     )
-    limits.add_argument(
-        "--rate-limit",
-        type=positive_count,
-        metavar="N",
-        help="maximum requests per minute of a key (no limit)",
-    )
-    limits.add_argument(
-        "--max-concurrent",
-        type=positive_count,
-        metavar="N",
-        help="maximum open requests of a key (no limit)",
-    )
-    limits.add_argument(
+    flag("--rate-limit", positive_count, "maximum requests per minute of a key (no limit)")
+    flag("--max-concurrent", positive_count, "maximum open requests of a key (no limit)")
+    flag(
         "--max-pinned-share",
-        type=positive,
-        default=defaults.pinned_share,
-        metavar="X",
-        help="share of the device's pages that a key may pin with cache_control (%(default)g)",
+        positive,
+        "share of the device's pages that a key may pin with cache_control",
+        defaults.pinned_share,
     )
     kept = SessionLimits()
-    limits.add_argument(
-        "--max-sessions",
-        type=positive_count,
-        default=kept.max_sessions,
-        metavar="N",
-        help=f"maximum sessions that are kept ({kept.max_sessions})",
-    )
+    flag("--max-sessions", positive_count, "maximum sessions that are kept", kept.max_sessions)
     limits.add_argument(
         "--session-ttl-s",
         type=positive,
@@ -196,19 +159,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"unused sessions are removed after S seconds ({kept.ttl_s:g})",
     )
-    limits.add_argument(
+    flag(
         "--max-upload-mib",
-        type=positive_count,
-        default=defaults.upload_bytes // MIB,
-        metavar="N",
-        help="maximum size of an uploaded file (%(default)s)",
+        positive_count,
+        "maximum size of an uploaded file",
+        defaults.upload_bytes // MIB,
     )
-    limits.add_argument(
+    flag(
         "--max-body-mib",
-        type=positive_count,
-        default=defaults.body_bytes // MIB,
-        metavar="N",
-        help="maximum size of any other request (%(default)s)",
+        positive_count,
+        "maximum size of any other request",
+        defaults.body_bytes // MIB,
     )
     limits.add_argument(
         "--max-stored-gib",
@@ -217,13 +178,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="maximum size of all files of a key, including answers of its batches (%(default)g)",
     )
-    limits.add_argument(
-        "--max-files",
-        type=positive_count,
-        default=defaults.stored_files,
-        metavar="N",
-        help="maximum number of files of a key (%(default)s)",
-    )
+    flag("--max-files", positive_count, "maximum number of files of a key", defaults.stored_files)
     limits.add_argument(
         "--file-ttl-s",
         type=positive,
@@ -232,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"files and ended batches are removed after S seconds ({defaults.file_ttl_s:.0f})",
     )
     add_kv_event_flags(made)
-    add_engine_flags(made)
+    flags.add_engine_flags(made)
     return made
 
 
@@ -267,7 +222,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     Errors in the flags are found before the model is loaded.
     """
     args = parse(argv)
-    config = server_config(engine_config(args))
+    config = server_config(flags.engine_config(args))
     config.check()
     _check_files(args)
     kv_events = kv_events_config(args)
@@ -301,7 +256,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
             names,
             Access(keys, admin_keys),
             apps,
-            model_defaults(args, tokenizer),
+            flags.model_defaults(args, tokenizer),
             limits,
             session_limits,
             (args.tool_call_parser, args.reasoning_parser),

@@ -29,9 +29,9 @@ from mainstem.core.settings import (
     POSITIVE,
     POWER_OF_TWO,
     SHARE,
-    about,
     at_least,
     check_ranges,
+    setting,
     settings_of,
 )
 from mainstem.core.spelling import did_you_mean
@@ -143,64 +143,46 @@ class Quantize(Enum):
 class ModelConfig:
     """Which weights, in which form."""
 
-    model: str = field(
-        default="smollm2",
-        metadata=about("a folder in Hugging Face layout, a hub id, or the embedded model"),
+    model: str = setting(
+        "smollm2", "a folder in Hugging Face layout, a hub id, or the embedded model"
     )
-    dtype: DType = field(
-        default=DType.AUTO,
-        metadata=about(
-            "type of the weights; auto: the checkpoint's, or float32 if the CPU is slow with that"
-        ),
+    dtype: DType = setting(
+        DType.AUTO,
+        "type of the weights; auto: the checkpoint's, or float32 if the CPU is slow with that",
     )
-    device: Device = field(
-        default=Device.AUTO,
-        metadata=about("where to run; auto is the first GPU, or the CPU if there is none"),
+    device: Device = setting(
+        Device.AUTO, "where to run; auto is the first GPU, or the CPU if there is none"
     )
-    quantize: Quantize = field(
-        default=Quantize.NONE,
-        metadata=about(
-            "smaller weights: int8 (CPU) raises smollm2's perplexity by 1.2 %, fp8 (GPU) by 3 %"
-        ),
+    quantize: Quantize = setting(
+        Quantize.NONE,
+        "smaller weights: int8 (CPU) raises smollm2's perplexity by 1.2 %, fp8 (GPU) by 3 %",
     )
-    threads: int | None = field(
-        default=None,
-        metadata=about("CPU threads", unset="all cores", range=at_least(1)),
+    threads: int | None = setting(None, "CPU threads", unset="all cores", range=at_least(1))
+    chat_template: str | None = setting(
+        None,
+        "a Jinja file that turns messages into a prompt",
+        unset="the model's own",
+        metavar="FILE.jinja",
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata=about(
-            "a Jinja file that turns messages into a prompt",
-            unset="the model's own",
-            metavar="FILE.jinja",
-        ),
+    allow_special_tokens: bool = setting(
+        False, "read special tokens in messages as control tokens, and allow any role"
     )
-    allow_special_tokens: bool = field(
-        default=False,
-        metadata=about("read special tokens in messages as control tokens, and allow any role"),
+    deterministic: bool = setting(
+        False, "the same answers bit for bit in any batch; GPU only, up to 2x slower"
     )
-    deterministic: bool = field(
-        default=False,
-        metadata=about("the same answers bit for bit in any batch; GPU only, up to 2x slower"),
+    tensor_parallel: int = setting(
+        1,
+        "ranks that share the model, one GPU each; on a CPU, processes that share its cores",
+        range=at_least(1),
     )
-    tensor_parallel: int = field(
-        default=1,
-        metadata=about(
-            "ranks that share the model, one GPU each; on a CPU, processes that share its cores",
-            range=at_least(1),
-        ),
+    ranks_on_one_gpu: bool = setting(
+        False, "put all ranks on one GPU: to check answers, not for speed"
     )
-    ranks_on_one_gpu: bool = field(
-        default=False,
-        metadata=about("put all ranks on one GPU: to check answers, not for speed"),
-    )
-    ignore_config_fields: tuple[str, ...] | None = field(
-        default=None,
-        metadata=about(
-            "unknown fields of config.json to ignore, by name; repeatable",
-            unset="none",
-            metavar="NAME[,NAME]",
-        ),
+    ignore_config_fields: tuple[str, ...] | None = setting(
+        None,
+        "unknown fields of config.json to ignore, by name; repeatable",
+        unset="none",
+        metavar="NAME[,NAME]",
     )
 
     def __post_init__(self) -> None:
@@ -218,41 +200,29 @@ MOST_STATES = 1024  # sequences that states are allocated for, unless max_seqs i
 class CacheConfig:
     """KV memory."""
 
-    page_size: int = field(
-        default=16,
-        metadata=about("tokens per page; 16, 32 or 64 on a GPU", range=POWER_OF_TWO),
+    page_size: int = setting(16, "tokens per page; 16, 32 or 64 on a GPU", range=POWER_OF_TWO)
+    kv_tokens: int | None = setting(None, "tokens of KV on the device", unset="from free memory")
+    expected_tokens: int | None = setting(
+        None,
+        "length of a sequence to expect: if only some layers have a window, memory is divided "
+        "between pages and their windowed parts for it",
+        unset="the context window, at most 8,192",
+        range=at_least(1),
     )
-    kv_tokens: int | None = field(
-        default=None,
-        metadata=about("tokens of KV on the device", unset="from free memory"),
+    states: int | None = setting(
+        None,
+        "states of recurrent layers on the device: one for each answer in progress (with tiers "
+        "below the device, two), the others are kept for later requests",
+        unset="from free memory, for sequences of 2,048 tokens",
+        range=at_least(2),
     )
-    expected_tokens: int | None = field(
-        default=None,
-        metadata=about(
-            "length of a sequence to expect: if only some layers have a window, memory is divided "
-            "between pages and their windowed parts for it",
-            unset="the context window, at most 8,192",
-            range=at_least(1),
-        ),
-    )
-    states: int | None = field(
-        default=None,
-        metadata=about(
-            "states of recurrent layers on the device: one for each answer in progress (with tiers "
-            "below the device, two), the others are kept for later requests",
-            unset="from free memory, for sequences of 2,048 tokens",
-            range=at_least(2),
-        ),
-    )
-    memory_share: float | None = field(
-        default=None,
-        metadata=about(
-            "share of the memory (on a CPU, of the available memory) for weights and pages, if "
-            "kv_tokens is not set",
-            unset="0.9 on a GPU; on a CPU, pages take 40 % of what the weights leave",
-            range=SHARE,
-            argument="gpu_memory_utilization",
-        ),
+    memory_share: float | None = setting(
+        None,
+        "share of the memory (on a CPU, of the available memory) for weights and pages, if "
+        "kv_tokens is not set",
+        unset="0.9 on a GPU; on a CPU, pages take 40 % of what the weights leave",
+        range=SHARE,
+        argument="gpu_memory_utilization",
     )
 
     def __post_init__(self) -> None:
@@ -306,66 +276,46 @@ class SchedConfig:
     that is set."""
 
     # S_chunk of BatchLLM
-    chunk_tokens: int | None = field(
-        default=None,
-        metadata=about(
-            "maximum tokens per step; step_ms keeps streams smooth",
-            unset="chosen for the device",
-            range=at_least(1),
-        ),
+    chunk_tokens: int | None = setting(
+        None,
+        "maximum tokens per step; step_ms keeps streams smooth",
+        unset="chosen for the device",
+        range=at_least(1),
     )
-    step_ms: float | None = field(
-        default=None,
-        metadata=about(
-            "maximum milliseconds of a step that prompts share with answers in progress; prompts "
-            "still get 32 tokens of it. 0: no limit",
-            unset="250 in a server, unless deterministic; elsewhere no limit",
-            range=NOT_NEGATIVE,
-            metavar="MS",
-        ),
+    step_ms: float | None = setting(
+        None,
+        "maximum milliseconds of a step that prompts share with answers in progress; prompts "
+        "still get 32 tokens of it. 0: no limit",
+        unset="250 in a server, unless deterministic; elsewhere no limit",
+        range=NOT_NEGATIVE,
+        metavar="MS",
     )
-    max_seqs: int | None = field(
-        default=None,
-        metadata=about(
-            "maximum answers in progress", unset="memory is the limit", range=at_least(1)
-        ),
+    max_seqs: int | None = setting(
+        None, "maximum answers in progress", unset="memory is the limit", range=at_least(1)
     )
-    share: Share = field(
-        default=Share.READS,
-        metadata=about(
-            "what equal prefixes share: nothing (none), computation and storage (storage), or also "
-            "reads, once per step (reads)"
-        ),
+    share: Share = setting(
+        Share.READS,
+        "what equal prefixes share: nothing (none), computation and storage (storage), or also "
+        "reads, once per step (reads)",
     )
-    max_model_len: int | None = field(
-        default=None,
-        metadata=about("context window", unset="the model's own", range=at_least(2)),
+    max_model_len: int | None = setting(
+        None, "context window", unset="the model's own", range=at_least(2)
     )
-    seed: int = field(
-        default=0, metadata=about("for requests without a seed", range=BITS_64, has_flag=False)
+    seed: int = setting(0, "for requests without a seed", range=BITS_64, has_flag=False)
+    span_levels: int | None = setting(
+        None,
+        "how deep shared reads may be nested, at most 8 on a GPU",
+        unset="no limit on a CPU, 8 on a GPU",
+        range=at_least(1),
     )
-    span_levels: int | None = field(
-        default=None,
-        metadata=about(
-            "how deep shared reads may be nested, at most 8 on a GPU",
-            unset="no limit on a CPU, 8 on a GPU",
-            range=at_least(1),
-        ),
+    truncation_ratio: float = setting(
+        0.5, "part of the window that is dropped when a conversation fills it", range=PART
     )
-    truncation_ratio: float = field(
-        default=0.5,
-        metadata=about(
-            "part of the window that is dropped when a conversation fills it",
-            range=PART,
-        ),
-    )
-    sink_tokens: int | None = field(
-        default=None,
-        metadata=about(
-            "first tokens of a conversation that are never dropped",
-            unset="a page",
-            range=at_least(0),
-        ),
+    sink_tokens: int | None = setting(
+        None,
+        "first tokens of a conversation that are never dropped",
+        unset="a page",
+        range=at_least(0),
     )
 
     def __post_init__(self) -> None:
@@ -393,102 +343,78 @@ class Fetch(Enum):
 class StoreConfig:
     """Where pages go that do not fit on the device."""
 
-    host_gb: float | None = field(
-        default=None,
-        metadata=about(
-            "host memory for pages",
-            unset="none; 1 with a disk or remote",
-            range=NOT_NEGATIVE,
-            metavar="GB",
-        ),
+    host_gb: float | None = setting(
+        None,
+        "host memory for pages",
+        unset="none; 1 with a disk or remote",
+        range=NOT_NEGATIVE,
+        metavar="GB",
     )
-    disk_dir: str | None = field(
-        default=None,
-        metadata=about("folder for pages that outlive the process", unset="none", metavar="DIR"),
+    disk_dir: str | None = setting(
+        None, "folder for pages that outlive the process", unset="none", metavar="DIR"
     )
-    disk_gb: float = field(
-        default=20.0,
-        metadata=about("maximum size of one model's pages on disk", range=POSITIVE, metavar="GB"),
+    disk_gb: float = setting(
+        20.0, "maximum size of one model's pages on disk", range=POSITIVE, metavar="GB"
     )
-    remote: str | None = field(
-        default=None,
-        metadata=about(
-            "a Redis or Valkey server for pages that several processes share: redis://, rediss:// "
-            "(TLS), valkey://, valkeys:// or unix://",
-            unset="none",
-            metavar="URL",
-        ),
+    remote: str | None = setting(
+        None,
+        "a Redis or Valkey server for pages that several processes share: redis://, rediss:// "
+        "(TLS), valkey://, valkeys:// or unix://",
+        unset="none",
+        metavar="URL",
     )
-    remote_gb: float = field(
-        default=20.0,
-        metadata=about(
-            "maximum memory to use on the remote server, if the server has no limit of its own",
-            range=POSITIVE,
-            metavar="GB",
-        ),
+    remote_gb: float = setting(
+        20.0,
+        "maximum memory to use on the remote server, if the server has no limit of its own",
+        range=POSITIVE,
+        metavar="GB",
     )
-    remote_ttl_s: float = field(
-        default=86400.0,
-        metadata=about(
-            "seconds after which unused pages expire on the remote server",
-            range=POSITIVE,
-            metavar="S",
-            argument="remote_ttl",
-        ),
+    remote_ttl_s: float = setting(
+        86400.0,
+        "seconds after which unused pages expire on the remote server",
+        range=POSITIVE,
+        metavar="S",
+        argument="remote_ttl",
     )
-    remote_secrets: str | None = field(
-        default=None,
-        metadata=about(
-            "TOML file with username, password and key (what pages are signed with)",
-            unset="from MAINSTEM_REMOTE_USERNAME, _PASSWORD, _KEY",
-            metavar="FILE",
-        ),
+    remote_secrets: str | None = setting(
+        None,
+        "TOML file with username, password and key (what pages are signed with)",
+        unset="from MAINSTEM_REMOTE_USERNAME, _PASSWORD, _KEY",
+        metavar="FILE",
     )
-    ttl_s: float | None = field(
-        default=None,
-        metadata=about(
-            "seconds after which unused pages are dropped",
-            unset="never",
-            range=POSITIVE,
-            metavar="S",
-            argument="store_ttl",
-        ),
+    ttl_s: float | None = setting(
+        None,
+        "seconds after which unused pages are dropped",
+        unset="never",
+        range=POSITIVE,
+        metavar="S",
+        argument="store_ttl",
     )
-    policy: str = field(
-        default="lookahead",
-        metadata=about(
-            "which pages leave first, in every tier: those that no waiting request needs "
-            "(lookahead), or the least recently used (lru)",
-            argument="store_policy",
-            choices=("lookahead", "lru"),  # names in kv/eviction.py
-        ),
+    policy: str = setting(
+        "lookahead",
+        "which pages leave first, in every tier: those that no waiting request needs "
+        "(lookahead), or the least recently used (lru)",
+        argument="store_policy",
+        choices=("lookahead", "lru"),
+    )  # names in kv/eviction.py
+    save: Saving = setting(
+        Saving.DECODING,
+        "when pages of answers are saved: as they fill (decoding), or when a sequence ends (end)",
+        argument="store_save",
+        choices=("decoding", "end"),
     )
-    save: Saving = field(
-        default=Saving.DECODING,
-        metadata=about(
-            "when pages of answers are saved: as they fill (decoding), or when a sequence ends "
-            "(end)",
-            argument="store_save",
-            choices=("decoding", "end"),
-        ),
-    )
-    fetch: Fetch = field(
-        default=Fetch.AUTO,
-        metadata=about(
-            "whether stored pages are loaded: if that is faster than computing them (auto), "
-            "always, or never",
-            argument="store_fetch",
-        ),
+    fetch: Fetch = setting(
+        Fetch.AUTO,
+        "whether stored pages are loaded: if that is faster than computing them (auto), "
+        "always, or never",
+        argument="store_fetch",
     )
     # auto: few enough layers that the others are loaded before they are needed
-    preload: str = field(
-        default="auto",
-        metadata=about(
-            "layers of a history that must be loaded before its prompt starts: auto, all or a "
-            "number",
-            range=LAYERS,
-            metavar="LAYERS",
-        ),
+    preload: str = setting(
+        "auto",
+        "layers of a history that must be loaded before its prompt starts: auto, all or a number",
+        range=LAYERS,
+        metavar="LAYERS",
     )
 
     def __post_init__(self) -> None:

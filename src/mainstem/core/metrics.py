@@ -2,29 +2,32 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
-from mainstem.core.events import (
-    EventBus,
-    PagesEvicted,
-    PagesLoaded,
-    PagesLost,
-    PagesMoved,
-    PagesPrefetched,
-    PagesSaved,
-    PromptTruncated,
-    RequestSubmitted,
-    SavesSkipped,
-    SequenceAdmitted,
-    SequenceFinished,
-    SequencePreempted,
-    SequenceResumed,
-    StatesEvicted,
-    StatesRefused,
-    StepFailed,
-    StepFinished,
-    StoreOpened,
-    WindowsLost,
-)
+from mainstem.core import events
+
+# counters by the events that add to them: a field of the event, or 1 for each event (None)
+_SUMS: dict[type[Any], dict[str, str | None]] = {
+    events.RequestSubmitted: {"requests": None},
+    events.SequenceAdmitted: {"prompt_tokens": "prompt_tokens", "cached_tokens": "cached_tokens"},
+    events.SequenceFinished: {"sequences_finished": None, "generated_tokens": "output_tokens"},
+    events.SequencePreempted: {"preemptions": None},
+    events.SequenceResumed: {"recomputed_tokens": "computed_tokens"},
+    events.StatesEvicted: {"evicted_states": "num_states"},
+    events.StatesRefused: {"refused_states": "num_states"},
+    events.PagesPrefetched: {"prefetched_pages": "num_pages"},
+    events.PromptTruncated: {"truncated_prompts": None, "dropped_tokens": "dropped_tokens"},
+    events.PagesMoved: {"moved_pages": "num_pages"},
+    events.WindowsLost: {"lost_window_tokens": "num_tokens"},
+    events.StepFailed: {"failed_steps": None},
+}
+# counters of pages, and the field of the event that they are counted by
+_SUMS_BY: dict[type[Any], tuple[str, str]] = {
+    events.PagesLoaded: ("loaded_pages", "tier"),
+    events.PagesSaved: ("saved_pages", "tier"),
+    events.SavesSkipped: ("unsaved_pages", "reason"),
+    events.PagesLost: ("lost_pages", "reason"),
+}
 
 
 @dataclass(slots=True)
@@ -64,26 +67,14 @@ class Counters:
     host_s: float = 0.0
     device_s: float = 0.0
 
-    def attach(self, bus: EventBus) -> "Counters":
-        bus.subscribe(RequestSubmitted, self._submitted)
-        bus.subscribe(SequenceAdmitted, self._admitted)
-        bus.subscribe(SequenceFinished, self._finished)
-        bus.subscribe(SequencePreempted, self._preempted)
-        bus.subscribe(SequenceResumed, self._resumed)
-        bus.subscribe(PagesEvicted, self._evicted)
-        bus.subscribe(PagesLoaded, self._loaded)
-        bus.subscribe(PagesSaved, self._saved)
-        bus.subscribe(SavesSkipped, self._skipped)
-        bus.subscribe(PagesLost, self._lost)
-        bus.subscribe(StatesEvicted, self._states_evicted)
-        bus.subscribe(StatesRefused, self._states_refused)
-        bus.subscribe(StoreOpened, self._opened)
-        bus.subscribe(PagesPrefetched, self._prefetched)
-        bus.subscribe(PromptTruncated, self._truncated)
-        bus.subscribe(PagesMoved, self._moved)
-        bus.subscribe(WindowsLost, self._lost_windows)
-        bus.subscribe(StepFinished, self._stepped)
-        bus.subscribe(StepFailed, self._failed)
+    def attach(self, bus: events.EventBus) -> "Counters":
+        for kind in _SUMS:
+            bus.subscribe(kind, self._add)
+        for kind in _SUMS_BY:
+            bus.subscribe(kind, self._add_by)
+        bus.subscribe(events.PagesEvicted, self._evicted)
+        bus.subscribe(events.StoreOpened, self._opened)
+        bus.subscribe(events.StepFinished, self._stepped)
         return self
 
     @property
@@ -96,69 +87,27 @@ class Counters:
         """Keys read / keys seen: 1.0 if nothing is shared within a step."""
         return self.key_tokens_read / self.key_tokens_seen if self.key_tokens_seen else 1.0
 
-    def _submitted(self, event: RequestSubmitted) -> None:
-        self.requests += 1
+    def _add(self, event: events.Event) -> None:
+        for name, field_name in _SUMS[type(event)].items():
+            added = 1 if field_name is None else getattr(event, field_name)
+            setattr(self, name, getattr(self, name) + added)
 
-    def _admitted(self, event: SequenceAdmitted) -> None:
-        self.prompt_tokens += event.prompt_tokens
-        self.cached_tokens += event.cached_tokens
+    def _add_by(self, event: Any) -> None:
+        name, key = _SUMS_BY[type(event)]
+        getattr(self, name)[getattr(event, key)] += event.num_pages
 
-    def _finished(self, event: SequenceFinished) -> None:
-        self.sequences_finished += 1
-        self.generated_tokens += event.output_tokens
-
-    def _preempted(self, event: SequencePreempted) -> None:
-        self.preemptions += 1
-
-    def _resumed(self, event: SequenceResumed) -> None:
-        self.recomputed_tokens += event.computed_tokens
-
-    def _evicted(self, event: PagesEvicted) -> None:
+    def _evicted(self, event: events.PagesEvicted) -> None:
         if event.tier == "device":
             self.evicted_pages += event.num_pages
         else:
             self.dropped_pages[event.tier] += event.num_pages
 
-    def _loaded(self, event: PagesLoaded) -> None:
-        self.loaded_pages[event.tier] += event.num_pages
-
-    def _saved(self, event: PagesSaved) -> None:
-        self.saved_pages[event.tier] += event.num_pages
-
-    def _skipped(self, event: SavesSkipped) -> None:
-        self.unsaved_pages[event.reason] += event.num_pages
-
-    def _lost(self, event: PagesLost) -> None:
-        self.lost_pages[event.reason] += event.num_pages
-
-    def _states_evicted(self, event: StatesEvicted) -> None:
-        self.evicted_states += event.num_states
-
-    def _states_refused(self, event: StatesRefused) -> None:
-        self.refused_states += event.num_states
-
-    def _opened(self, event: StoreOpened) -> None:
+    def _opened(self, event: events.StoreOpened) -> None:
         self.damaged_stores += event.found is not None
         for reason, count in event.lost.items():
             self.lost_pages[reason] += count
 
-    def _prefetched(self, event: PagesPrefetched) -> None:
-        self.prefetched_pages += event.num_pages
-
-    def _truncated(self, event: PromptTruncated) -> None:
-        self.truncated_prompts += 1
-        self.dropped_tokens += event.dropped_tokens
-
-    def _moved(self, event: PagesMoved) -> None:
-        self.moved_pages += event.num_pages
-
-    def _lost_windows(self, event: WindowsLost) -> None:
-        self.lost_window_tokens += event.num_tokens
-
-    def _failed(self, event: StepFailed) -> None:
-        self.failed_steps += 1
-
-    def _stepped(self, event: StepFinished) -> None:
+    def _stepped(self, event: events.StepFinished) -> None:
         self.steps += 1
         self.spans += event.num_spans
         self.computed_tokens += event.num_prompt_tokens

@@ -173,12 +173,10 @@ class TokenMask(Protocol):
         call. Token t is bit t % 8 of byte t // 8; tokens past the last byte are not allowed. Never
         raises.
         """
-        ...
 
     @property
     def fault(self) -> str | None:
         """Why the answer cannot continue after the last call; None: it can, or it is complete."""
-        ...
 
 
 class Grammar(Protocol):
@@ -186,7 +184,6 @@ class Grammar(Protocol):
 
     def start(self) -> TokenMask:
         """The state at the beginning of an answer."""
-        ...
 
 
 class Overflow(Enum):

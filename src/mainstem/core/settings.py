@@ -1,18 +1,20 @@
 """One description of each setting, from which flags, config files, the arguments of LLM and
 docs/settings.md are made.
 
-    page_size: int = field(default=16, metadata=about("tokens per page", range=POWER_OF_TWO))
+    page_size: int = setting(16, "tokens per page", range=POWER_OF_TWO)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import isfinite
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mainstem.core.errors import ConfigError
+
+T = TypeVar("T")
 
 ABOUT = "about"  # the key of an About in a field's metadata
 
@@ -56,7 +58,8 @@ class About:
     choices: tuple[str, ...] | None  # what users may set, if code may set more; see Setting
 
 
-def about(
+def setting(
+    default: T,
     help: str,
     *,
     unset: str = "",
@@ -65,9 +68,10 @@ def about(
     argument: str | None = None,
     has_flag: bool = True,
     choices: tuple[str, ...] | None = None,
-) -> dict[str, About]:
-    """The metadata of a section's field; see About."""
-    return {ABOUT: About(help, unset, range, metavar, argument, has_flag, choices)}
+) -> T:
+    """A field of a section; see About."""
+    said = About(help, unset, range, metavar, argument, has_flag, choices)
+    return field(default=default, metadata={ABOUT: said})
 
 
 @dataclass(frozen=True, slots=True)

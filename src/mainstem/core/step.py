@@ -208,11 +208,9 @@ class InFlight(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the tokens are on the host. Called exactly once, in launch order."""
-        ...
 
     def has_ended(self) -> bool:
         """Whether `wait` returns at once."""
-        ...
 
 
 class Runner(Protocol):
@@ -221,21 +219,16 @@ class Runner(Protocol):
     @property
     def can_overlap(self) -> bool:
         """Whether it helps to launch a step before waiting for the previous one."""
-        ...
 
     def launch(self, step: Step) -> InFlight:
         """Start a step. In each layer K and V of all its tokens are written before any of its
         attention reads, so a step may read pages that it fills itself."""
-        ...
 
     def drain(self) -> None:
         """Return when no launched step runs any more, whether it failed or not; never raises."""
-        ...
 
     def check(self) -> None:
         """Raise EngineLost if nothing can be launched any more."""
-        ...
 
     def close(self) -> None:
         """Free the device; nothing may be launched afterwards."""
-        ...

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mainstem.core.events import EventBus, PagesRemoved, PagesStored
 from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
-from mainstem.core.step import Bools, Int32s
+from mainstem.core.step import Int32s
 from mainstem.kv.eviction import DeviceOrder, Lru, Ranking
 from mainstem.kv.keys import PageChain, PageName
 from mainstem.kv.page_logprobs import PageLogprobs
@@ -58,7 +58,7 @@ class PrefixIndex:
         self._previous_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
-        self._is_indexed = np.zeros(pool.num_pages, np.bool_)
+        self.is_indexed = np.zeros(pool.num_pages, np.bool_)  # whether a page has a name; read only
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
         # a new serial number for each page that gets a name
@@ -72,7 +72,7 @@ class PrefixIndex:
 
     def num_idle(self) -> int:
         """Pages that only the index holds: `evict` can free them."""
-        return int(np.count_nonzero(self._is_indexed & (self._pool.holders == 1)))
+        return int(np.count_nonzero(self.is_indexed & (self._pool.holders == 1)))
 
     def __contains__(self, key: PageKey) -> bool:
         return key in self._page_of
@@ -126,11 +126,6 @@ class PrefixIndex:
     def ready_keys(self) -> list[PageKey]:
         """The names of all READY pages."""
         return list(self.named(np.flatnonzero(self._is_ready).astype(np.int32)))
-
-    @property
-    def is_indexed(self) -> Bools:
-        """For each page, whether it has a name. Read only."""
-        return self._is_indexed
 
     def named(self, pages: Int32s) -> dict[PageKey, int]:
         """The pages among `pages` that are full and READY, by key and in order."""
@@ -267,7 +262,7 @@ class PrefixIndex:
         self._tokens[pages] = tokens
         self.order.enter(pages, depths)
         self._pool.share(pages)
-        self._is_indexed[pages] = True
+        self.is_indexed[pages] = True
         self._filed_as[pages] = np.arange(self._num_filed, self._num_filed + len(pages))
         self._num_filed += len(pages)
         self._is_ready[pages] = False
@@ -284,7 +279,7 @@ class PrefixIndex:
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Mark pages that a launched step fills as READY. Returns the keys that became READY."""
-        changed = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
+        changed = pages[self.is_indexed[pages] & ~self._is_ready[pages]]
         self._is_ready[changed] = True
         keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
         if keys and self._bus.has_listeners(PagesStored):
@@ -298,13 +293,13 @@ class PrefixIndex:
 
     def abort(self, pages: Int32s) -> list[PageKey]:
         """Forget the `pages` that were reserved and never filled; returns their keys."""
-        dropped = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
+        dropped = pages[self.is_indexed[pages] & ~self._is_ready[pages]]
         return self._remove(dropped)
 
     def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
         """Free up to `count` idle pages, in the order of kv/eviction.py; returns how many.
         `awaited` are the chains that requests wait for, soonest first."""
-        idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
+        idle = np.flatnonzero(self.is_indexed & (self._pool.holders == 1))
         if count < len(idle):
             looked_up, self._looked_up = self._looked_up, {}  # only chains that are still awaited
             pages = [self._pages_of(keys, looked_up.get(id(keys))) for keys in awaited]
@@ -351,7 +346,7 @@ class PrefixIndex:
             were_ready = list(compress(keys, is_told.tolist()))
             if were_ready:
                 self._bus.publish(PagesRemoved("device", were_ready))
-        self._is_indexed[pages] = False
+        self.is_indexed[pages] = False
         self._filed_as[pages] = NOT_FILED
         self._is_ready[pages] = False
         self.order.forget(pages)
@@ -367,7 +362,7 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise if the invariant is broken."""
-        indexed = np.flatnonzero(self._is_indexed)
+        indexed = np.flatnonzero(self.is_indexed)
         assert len(indexed) == len(self._page_of), "keys and pages are not one to one"
         filed = [(page, *after) for after in self._latest_after for page in self._followers(after)]
         assert len(indexed) == len(filed), "a page is filed twice"
@@ -379,5 +374,5 @@ class PrefixIndex:
         for key, page in self._page_of.items():
             assert self._key_of[page] == key, "a page has another key"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
-        assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"
-        assert self._is_indexed[self.order.pinned].all(), "a page without a key is pinned"
+        assert not (self._is_ready & ~self.is_indexed).any(), "a page without a key is ready"
+        assert self.is_indexed[self.order.pinned].all(), "a page without a key is pinned"

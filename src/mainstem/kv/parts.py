@@ -65,7 +65,7 @@ class WindowParts:
         self._page_of = np.full(num_parts, NO_PAGE, np.int32)
         self._free = np.arange(num_parts - 1, -1, -1, dtype=np.int32)  # a stack, place 0 on top
         self._num_free = num_parts
-        self._num_needed = 0
+        self.num_needed = 0
         self._num_kept = 0  # places of windows that were kept, in all
         self._tick = 0  # ends of needs since then
         self._used: Int64s = np.zeros(num_parts, np.int64)  # when the last need ended; 0: retired
@@ -75,13 +75,9 @@ class WindowParts:
         self.num_evicted = 0
 
     @property
-    def num_needed(self) -> int:
-        return self._num_needed
-
-    @property
     def num_available(self) -> int:
         """Places that `need` could lend now."""
-        return self.num_parts - self._num_needed
+        return self.num_parts - self.num_needed
 
     def snapshot(self) -> Int32s:
         """The place of each page's part now, for a step (Step.window_parts)."""
@@ -117,7 +113,7 @@ class WindowParts:
         if num_new > self.num_available:
             raise OutOfPages(wanted=num_new, free=self.num_available)
         self.needers[pages] += 1
-        self._num_needed += num_new
+        self.num_needed += num_new
         without = pages[~self.has(pages)]
         if len(without):
             if len(without) > self._num_free:
@@ -136,7 +132,7 @@ class WindowParts:
         pages = pages[self.has(pages)]
         np.subtract.at(self.needers, pages, 1)
         ended = np.unique(pages[self.needers[pages] <= 0])
-        self._num_needed -= len(ended)
+        self.num_needed -= len(ended)
         parts = self.part_of[ended]
         self._tick = min(self._tick + 1, (1 << TICKS) - 1)
         self._used[parts] = (self._num_kept << TICKS) + self._tick
@@ -187,10 +183,23 @@ class WindowParts:
         self._num_free = len(free)
         self._free[: len(free)] = free[::-1]
 
+    def lend_to_run(self, first: int, pages: Int32s, kept: Int32s) -> None:
+        """`lend_to_load` for those of `pages`, a run that follows the first `first` of the pages
+        `kept`, which are in the last window before its end. Pages before them are loaded without;
+        parts of `kept` are not given away for this. Raises OutOfPages."""
+        begin = self.first(first + len(pages))
+        needed = kept[begin:first]
+        needed = needed[self.has(needed)]
+        self.need(needed)
+        try:
+            self.lend_to_load(pages[max(0, begin - first) :])
+        finally:
+            self.end(needed)
+
     def drop(self, pages: Int32s) -> None:
         """These pages became free."""
         pages = pages[self.has(pages)]
-        self._num_needed -= int(np.count_nonzero(self.needers[pages]))
+        self.num_needed -= int(np.count_nonzero(self.needers[pages]))
         self.needers[pages] = 0
         self._push(self.part_of[pages])
 
@@ -204,7 +213,7 @@ class WindowParts:
         self.part_of[:], self._page_of[:], self.needers[:] = self._nowhere, NO_PAGE, 0
         self.part_of[pages], self._page_of[parts] = parts, pages
         self.needers[pages] = copies[pages]
-        self._num_needed = int(np.count_nonzero(self.needers))
+        self.num_needed = int(np.count_nonzero(self.needers))
         self._settled = self._made
         free = np.flatnonzero(self._page_of == NO_PAGE)
         self._num_free = len(free)
@@ -260,4 +269,4 @@ class WindowParts:
         assert holders[pages].all(), "a free page has a windowed part"
         assert (self.needers >= 0).all(), "negative number of needers"
         assert (self.part_of[self.needers > 0] != self._nowhere).all(), "a needed part is gone"
-        assert self._num_needed == np.count_nonzero(self.needers), "needed parts are miscounted"
+        assert self.num_needed == np.count_nonzero(self.needers), "needed parts are miscounted"

@@ -21,11 +21,7 @@ class PagePool:
         self.holders = np.zeros(num_pages, np.int32)  # others may only read it
         self.copies = np.zeros(num_pages, np.int32)  # holders that are copies; read only, too
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack, page 0 on top
-        self._num_free = num_pages
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
+        self.num_free = num_pages
 
     def take(self, count: int) -> Int32s:
         """Lend `count` pages with one holder each, in order, or raise OutOfPages and lend none.
@@ -33,11 +29,11 @@ class PagePool:
         Neighbouring pages are read faster than scattered ones, so the lent pages are sorted. Pages
         that were given back together tend to be lent together again.
         """
-        if count > self._num_free:
-            raise OutOfPages(wanted=count, free=self._num_free)
-        top = self._num_free
+        if count > self.num_free:
+            raise OutOfPages(wanted=count, free=self.num_free)
+        top = self.num_free
         pages = np.sort(self._free[top - count : top])
-        self._num_free = top - count
+        self.num_free = top - count
         self.holders[pages] = 1
         return pages
 
@@ -57,9 +53,9 @@ class PagePool:
         assert (left >= 0).all(), "a page was given back more often than it was lent"
         self.holders[pages] = left
         freed = pages[left == 0]
-        top = self._num_free
+        top = self.num_free
         self._free[top : top + len(freed)] = freed[::-1]
-        self._num_free = top + len(freed)
+        self.num_free = top + len(freed)
         if self.parts is not None and len(freed):
             self.parts.drop(freed)
 
@@ -87,14 +83,14 @@ class PagePool:
         holders = holders + self.copies
         self.holders[:] = holders
         free = np.flatnonzero(holders == 0)
-        self._num_free = len(free)
+        self.num_free = len(free)
         self._free[: len(free)] = free[::-1]
         if self.parts is not None:
             self.parts.recount(holders > 0, self.copies)
 
     def check(self) -> None:
         """Raise if the invariant is broken."""
-        free = self._free[: self._num_free]
+        free = self._free[: self.num_free]
         assert len(np.unique(free)) == len(free), "a page is free twice"
         assert not self.holders[free].any(), "a page is both free and held"
         held = int((self.holders > 0).sum())

@@ -17,16 +17,7 @@ threads, and `poll` collects their results.
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, time
 
-from mainstem.core.events import (
-    EventBus,
-    PagesEvicted,
-    PagesLost,
-    PagesPrefetched,
-    PagesRemoved,
-    PagesSaved,
-    PagesStored,
-    SavesSkipped,
-)
+from mainstem.core import events
 from mainstem.core.ids import PageKey
 from mainstem.kv.host import HostTier
 from mainstem.kv.places import HOST, IN_HOST, Moves, PageTable, StoredPage, fastest
@@ -48,7 +39,7 @@ class TierStack:
 
     def __init__(
         self,
-        bus: EventBus,
+        bus: events.EventBus,
         copier: PageCopier | None = None,
         below: Sequence[LowerTier] = (),
         policy: str = "lookahead",
@@ -175,8 +166,8 @@ class TierStack:
             if places >> number & 1:
                 tier.delete(page.key)
                 is_told = page.full >> number & 1 and not self.is_shared(number)
-                if is_told and not page.is_piece and self._bus.has_listeners(PagesRemoved):
-                    self._bus.publish(PagesRemoved(tier.name, [page.key]))
+                if is_told and not page.is_piece and self._bus.has_listeners(events.PagesRemoved):
+                    self._bus.publish(events.PagesRemoved(tier.name, [page.key]))
         page.taken &= ~places
         page.full &= ~places
 
@@ -185,7 +176,9 @@ class TierStack:
         name = self.tiers[number].name
         # a server evicts pages by itself: that is no loss
         is_gone = reason == "missing" and self.is_shared(number)
-        self._bus.publish(PagesEvicted(1, "room", name) if is_gone else PagesLost(1, name, reason))
+        self._bus.publish(
+            events.PagesEvicted(1, "room", name) if is_gone else events.PagesLost(1, name, reason)
+        )
         self.policy.drop([page.key])
         page.is_lost = True
         self._free(page, page.taken)
@@ -202,7 +195,7 @@ class TierStack:
         num_dropped = len(moves.drop) + len(moves.write)
         for count, reason in ((len(found) - len(fresh), "ttl"), (num_dropped, "room")):
             if count:
-                self._bus.publish(PagesEvicted(count, reason, tier.name))
+                self._bus.publish(events.PagesEvicted(count, reason, tier.name))
         for page in pages:
             self.settle(page)
         if (opened := tier.opened(self.policy.num_pages(number))) is not None:
@@ -246,7 +239,7 @@ class TierStack:
         elif self.host.num_free:
             self.read([page])
         else:
-            self._bus.publish(SavesSkipped(1, "host", "no room in host memory"))
+            self._bus.publish(events.SavesSkipped(1, "host", "no room in host memory"))
             self.drop([page])
 
     def _write(
@@ -271,7 +264,7 @@ class TierStack:
     def _keep_off(self, page: Page, number: int, reason: str) -> None:
         """Forget that a page should be in a lower tier, because the write failed; its other copies
         stay."""
-        self._bus.publish(SavesSkipped(1, self.tiers[number].name, reason))
+        self._bus.publish(events.SavesSkipped(1, self.tiers[number].name, reason))
         self.policy.drop_from(number, [page.key])
         self.settle(page)
 
@@ -305,9 +298,9 @@ class TierStack:
                 else:
                     self.empty(number)
             if num_written:
-                self._bus.publish(PagesSaved(num_written, tier.name))
+                self._bus.publish(events.PagesSaved(num_written, tier.name))
         if num_read:
-            self._bus.publish(PagesPrefetched(num_read))
+            self._bus.publish(events.PagesPrefetched(num_read))
 
     def _end_write(self, number: int, done: Written) -> bool:
         """Handle the end of a write; returns whether the page is in the tier."""
@@ -344,19 +337,21 @@ class TierStack:
 
     def publish_stored(self, number: int, pages: Sequence[Page]) -> None:
         """Tell routers of pages; pieces of states are not among them."""
-        if self.is_shared(number) or not self._bus.has_listeners(PagesStored):
+        if self.is_shared(number) or not self._bus.has_listeners(events.PagesStored):
             return
         if pages := [page for page in pages if not page.is_piece]:
             keys = [page.key for page in pages]
             token_ids = [b"" if page.is_recovered else page.token_ids for page in pages]
             previous = [page.previous for page in pages]
-            self._bus.publish(PagesStored(self.tiers[number].name, keys, previous, token_ids))
+            self._bus.publish(
+                events.PagesStored(self.tiers[number].name, keys, previous, token_ids)
+            )
 
     def _publish_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
         slowest = [max(page.full.bit_length() - 1, HOST) for page in self._known(keys)]
         for number, tier in reversed(list(enumerate(self.tiers))):
             if count := slowest.count(number):
-                self._bus.publish(PagesEvicted(count, reason, tier.name))
+                self._bus.publish(events.PagesEvicted(count, reason, tier.name))
 
     def end_soon(self) -> None:
         """`close` will be called: slow shared tiers may skip writes."""

@@ -18,6 +18,7 @@ from hashlib import sha256
 
 import numpy as np
 
+from mainstem.core.events import EventBus, StatesEvicted, StatesRefused
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
@@ -63,7 +64,7 @@ class StateStore:
         self._copies = np.zeros(num_states, np.int32)
         self._left: set[int] = set()  # neither kept nor owned, but used by a copy
         self._times_kept = np.zeros(num_states, np.int64)
-        self._num_evicted = self._num_refused = 0  # since `take_counts`
+        self._num_evicted = self._num_refused = 0  # since `report`
 
     @property
     def num_kept(self) -> int:
@@ -87,12 +88,14 @@ class StateStore:
         self._num_refused += 1
         return None
 
-    def take_counts(self) -> tuple[int, int]:
-        """How many states were evicted for others since the last call, and how often there was no
-        slot for one."""
-        counts = self._num_evicted, self._num_refused
+    def report(self, bus: EventBus) -> None:
+        """Publish how many states were evicted for others since the last call, and how often there
+        was no slot for one."""
+        if self._num_evicted:
+            bus.publish(StatesEvicted(self._num_evicted))
+        if self._num_refused:
+            bus.publish(StatesRefused(self._num_refused))
         self._num_evicted = self._num_refused = 0
-        return counts
 
     def note_refused(self) -> None:
         """A sequence could have started otherwise, but has no slot."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from time import sleep
 
 import numpy as np
@@ -14,20 +13,17 @@ from mainstem.core.events import (
     EventBus,
     PagesCleared,
     PagesEvicted,
-    StatesEvicted,
-    StatesRefused,
 )
 from mainstem.core.ids import PageKey
-from mainstem.core.interrupts import held_interrupts
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s
+from mainstem.kv.copies import TierCopies
 from mainstem.kv.eviction import policy_named
+from mainstem.kv.finder import Match, PageFinder
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, PageName, root_key
 from mainstem.kv.loading import PageLoader, StoredRun
-from mainstem.kv.page_logprobs import MAX_TOP
 from mainstem.kv.parts import WindowParts
-from mainstem.kv.places import StoredCounts
 from mainstem.kv.pool import PagePool
 from mainstem.kv.saving import PageSaver
 from mainstem.kv.stack import TierStack
@@ -37,37 +33,6 @@ from mainstem.kv.stored_states import StoredStates
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
 POLL_S = 0.0005
 DEFAULT_CONFIG = StoreConfig()
-NOTHING_STORED = StoredCounts()
-
-
-class Lookup(Enum):
-    """The state of a page in the store."""
-
-    MISS = "miss"
-    READY = "ready"
-    LOADING = "loading"  # another sequence computes it, or a lower tier reads it
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How much of a chain of keys the store has."""
-
-    pages: Int32s  # the leading pages that are READY, or loaded far enough to start (`loads`)
-    outcome: Lookup  # of the first page after `pages`; READY if there is none; MISS if `loads`
-    awaited: PageKey | None = None  # LOADING: the deepest page that is being filled
-    similar_page: int | None = None  # MISS: a READY page with the same first tokens
-    similar_tokens: int = 0  # how many first tokens of `similar_page` are the same
-    stored: StoredCounts = NOTHING_STORED  # MISS: the pages after `before` that `load` can load
-    loads: Int32s | None = None  # loads that fill the last of `pages`: a step must wait for them
-    # `pages` and the READY pages after them after which nobody can start, since windowed parts are
-    # gone: once `stored` is loaded, they serve, too. None: `pages`
-    before_stored: Int32s | None = None
-    num_lost: int = 0  # READY pages after `pages`, without the windowed parts to start after them
-
-    @property
-    def before(self) -> Int32s:
-        """The pages before those that can be loaded."""
-        return self.pages if self.before_stored is None else self.before_stored
 
 
 class KVStore:
@@ -94,7 +59,7 @@ class KVStore:
         """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
         models without recurrent layers. `parts` has the windowed parts of pages, if they have a
         pool of their own."""
-        self.page_size = page_size
+        self.num_pages, self.page_size = num_pages, page_size
         self.states = StateStore(num_states) if num_states else None
         self.stored_states: StoredStates | None = None  # of a model with states and tiers
         self.parts = parts
@@ -109,14 +74,12 @@ class KVStore:
         self.stack = stack = stack or TierStack(bus)
         self.saver = PageSaver(self._pool, self._index, stack, bus, config.save)
         self.loader = PageLoader(self._pool, self._index, stack, bus)
+        self._finder = PageFinder(page_size, self._index, self.loader, parts)
         if self.states is not None and StoredStates.fits(stack, pages_per_state):
             self.stored_states = StoredStates(
                 self.states, stack, self.saver, self.loader, bus, num_pages, pages_per_state
             )
-
-    @property
-    def num_pages(self) -> int:
-        return self._pool.num_pages
+        self._copies = TierCopies(stack, self.saver, self.loader, self.stored_states)
 
     @property
     def num_cached_pages(self) -> int:
@@ -162,12 +125,7 @@ class KVStore:
     def pin(self, chain: PageChain) -> list[PageKey]:
         """Pin the READY pages of a chain, and the page that begins like its partial last page: they
         are evicted only after all others. Pass the returned value to `unpin`."""
-        num_tokens = len(chain.token_ids)
-        pages, num_ready = self._index.match(chain.keys)
-        pages = pages[:num_ready]
-        rest = chain.token_ids[num_ready * self.page_size : num_tokens]
-        if (similar := self._similar(chain, num_ready, rest)) is not None:
-            pages = np.append(pages, np.int32(similar[0]))
+        pages, num_ready = self._finder.pinnable(chain)
         if self.parts is not None:
             self.parts.keep(pages[self.parts.first(num_ready) :])
         return self._index.pin(pages.tolist())
@@ -178,71 +136,11 @@ class KVStore:
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain the store has."""
-        keys = chain.keys[: num_tokens // self.page_size]
-        match = self.match(keys)
-        if match.outcome is Lookup.LOADING:
-            return match
-        ready = match.pages
-        usable = len(ready) if self.parts is None else self.parts.deepest(ready)
-        before, stored = self._find_stored(keys, ready, usable)
-        if match.loads is not None:
-            if not stored.num_pages and usable == len(ready):
-                return match
-            # the sequence must not start yet: it would compute pages that can be loaded
-            loading = self._index.loading(ready)
-            return Match(ready[: loading[0]], Lookup.LOADING, keys[loading[-1]])
-        rest = chain.token_ids[usable * self.page_size : num_tokens]
-        similar = self._similar(chain, usable, rest)
-        if similar is not None and not self._can_copy(similar[0]):
-            similar = None
-        outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
-        page, num_tokens = similar or (None, 0)
-        return Match(
-            ready[:usable],
-            outcome,
-            similar_page=page,
-            similar_tokens=num_tokens,
-            stored=stored,
-            before_stored=ready[:before],
-            num_lost=len(ready) - usable,
-        )
+        return self._finder.lookup(chain, num_tokens)
 
-    def _find_stored(
-        self, keys: Sequence[PageKey], ready: Int32s, usable: int
-    ) -> tuple[int, StoredCounts]:
-        """After how many of the `ready` pages to load which pages, so that a sequence can start
-        after them. It could start after `usable` pages without loading."""
-        stored = self.loader.stored(keys[len(ready) :])
-        if self.parts is None or (usable == len(ready) and not stored.num_pages):
-            return len(ready), stored
-        # the pages of the last window need their windowed parts; a stored page has all its parts
-        end = len(ready) + stored.num_pages
-        first = self.parts.first(end)
-        missing = np.flatnonzero(~self.parts.has(ready[first:]))
-        before = first + int(missing[0]) if len(missing) else len(ready)
-        if before < len(ready):
-            stored = self.loader.stored(keys[before:end])
-            if stored.num_pages < end - before:
-                return usable, self.loader.stored(keys[usable:])
-        return before, stored
-
-    def _can_copy(self, page: int) -> bool:
-        """Whether the first tokens of a page can be copied, with their windowed part."""
-        return self.parts is None or bool(self.parts.has(np.array([page], np.int32))[0])
-
-    def _similar(self, chain: PageChain, depth: int, rest: Int32s) -> tuple[int, int] | None:
-        """Return a page that begins like the tokens after page number `depth`, and how many tokens
-        are equal.
-
-        If the public tokens end inside a page, those on this page may be found under a public name.
-        """
-        own = self._index.best_follower(chain.parent(depth), rest)
-        num_public = chain.public_tokens - depth * self.page_size
-        if not 0 < num_public < self.page_size:
-            return own
-        public = self._index.best_follower(chain.parent_unbranched(depth), rest[:num_public])
-        found = [match for match in (own, public) if match is not None]
-        return max(found, key=lambda match: match[1], default=None)
+    def match(self, keys: Sequence[PageKey]) -> Match:
+        """How many leading pages of this list are indexed. They may belong to different chains."""
+        return self._finder.match(keys)
 
     def has(self, key: PageKey) -> bool:
         """Whether a page is indexed, READY or LOADING."""
@@ -251,17 +149,6 @@ class KVStore:
     def is_ready(self, key: PageKey) -> bool:
         """Whether a page is indexed and filled."""
         return self._index.is_ready(key)
-
-    def match(self, keys: Sequence[PageKey]) -> Match:
-        """How many leading pages of this list are indexed. They may belong to different chains."""
-        pages, num_ready = self._index.match(keys)
-        if num_ready == len(pages):
-            return Match(pages, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
-        loading = self._index.loading(pages)
-        loads = self.loader.startable(pages[loading].tolist())
-        if loads is None:
-            return Match(pages[:num_ready], Lookup.LOADING, keys[loading[-1]])
-        return Match(pages, Lookup.MISS, loads=loads)
 
     def take(self, count: int) -> Int32s:
         """Lend `count` empty pages, evicting idle ones; or raise OutOfPages and lend none."""
@@ -291,9 +178,7 @@ class KVStore:
                 self.parts.retire(pages[num_wanted:])
         self.saver.note_use(pages[:num_wanted])
         if self.saver.when is Saving.SYNC:
-            while self.saver.num_saving:
-                self.saver.finish_copies()
-                self._check_copies(0.0)  # it may start postponed saves
+            self._copies.finish_saves()
         self._pool.give_back(pages)
 
     def lease(self, pages: Int32s) -> None:
@@ -351,19 +236,7 @@ class KVStore:
 
     def known_logprobs(self, match: Match, num_top: int) -> list[TokenLogprobs | None]:
         """Return the logprobs of a match's first tokens, as many as are kept with its pages."""
-        kept, found = self._index.logprobs, list[TokenLogprobs | None]()
-        if num_top > MAX_TOP:
-            return found
-        places = [(page, self.page_size) for page in match.pages.tolist()]
-        if match.similar_page is not None:
-            places.append((match.similar_page, match.similar_tokens))
-        counts = kept.num_known(np.array([page for page, _ in places], np.int32)).tolist()
-        for (page, num_tokens), count in zip(places, counts, strict=True):
-            num_known = min(count, num_tokens)
-            found += kept.read(page, num_known, num_top)
-            if num_known < self.page_size:
-                break
-        return [None, *found[1:]] if found else found
+        return self._finder.known_logprobs(match, num_top)
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Mark reserved pages as filled by a launched step; returns the keys that are now READY."""
@@ -385,9 +258,7 @@ class KVStore:
     @property
     def num_copies(self) -> int:
         """Saves and loads in progress."""
-        stored = self.stored_states
-        of_states = 0 if stored is None else stored.num_loads
-        return self.loader.num_loads + self.saver.num_saves + of_states
+        return self._copies.num_copies
 
     @property
     def saves_while_decoding(self) -> bool:
@@ -406,49 +277,21 @@ class KVStore:
         finally:
             self.release(kept)
         if self.parts is not None:
-            self._lend_parts(run, pages, kept)
+            try:
+                self.parts.lend_to_run(run.first, pages, kept)
+            except OutOfPages:
+                self._pool.give_back(pages)
+                raise
         self._index.order.touch(kept)
         pins = self._unname_lost(run.keys[: self._index.num_nameable(run.keys)])
         awaited = self.loader.load(run, pages, start_layers)
         self._index.repin(pins)
         return awaited
 
-    def _lend_parts(self, run: StoredRun, pages: Int32s, kept: Int32s) -> None:
-        """Give windowed parts to those of the `pages` to be loaded that are in the last window
-        before the end of the run. Pages before them are loaded without."""
-        assert self.parts is not None
-        first = self.parts.first(run.first + run.num_pages)
-        needed = kept[first : run.first]  # their parts must not be given away for this load
-        needed = needed[self.parts.has(needed)]
-        self.parts.need(needed)
-        try:
-            self.parts.lend_to_load(pages[max(0, first - run.first) :])
-        except OutOfPages:
-            self._pool.give_back(pages)
-            raise
-        finally:
-            self.parts.end(needed)
-
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
         """Check copies in progress; returns the keys that requests need not wait for any longer. A
         step that is made now starts at the earliest in `lead_s` seconds."""
-        self._check_copies(lead_s)
-        news = self.loader.take_news()
-        return news if self.stored_states is None else news + self.stored_states.take_news()
-
-    def _check_copies(self, lead_s: float) -> None:
-        """Collect copies that have ended, and start those that are ready."""
-        if self.stack.tiers:
-            self.stack.poll()
-            self.saver.poll()
-            self.loader.poll(lead_s)
-            if self.stored_states is not None:
-                self.stored_states.poll()
-            self.saver.back_up()
-            self.stack.do_chores()
-            self.saver.resume()
-            if self.stored_states is not None:
-                self.stored_states.resume()
+        return self._copies.poll(lead_s)
 
     def expect(self, place: int, chain: PageChain) -> None:
         """Note that a request for the chain entered the queue, at a place that no other request
@@ -466,24 +309,11 @@ class KVStore:
 
     def flush(self) -> None:
         """Return when all pending saves are done or refused."""
-        while True:  # each round starts or ends saves
-            self.saver.flush()
-            with held_interrupts():
-                self._check_copies(0.0)  # the next `poll` returns what ended
-            if not self.saver.is_busy:
-                if self.stored_states is not None:
-                    self.stored_states.drop_postponed()
-                return
+        self._copies.flush()
 
     def close(self) -> None:
         """Finish pending saves, of which a slow shared tier may skip some, and close the tiers."""
-        self.stack.end_soon()
-        self.flush()
-        self.loader.close()
-        if self.stored_states is not None:
-            self.stored_states.close()
-        self.saver.flush()
-        self.stack.close()
+        self._copies.close()
 
     def reclaim(self) -> None:
         """Make every page that no copy uses free or idle, whatever happened before. The caller
@@ -495,13 +325,8 @@ class KVStore:
 
     def report_states(self) -> None:
         """Publish what became of states since the last step."""
-        if self.states is None:
-            return
-        num_evicted, num_refused = self.states.take_counts()
-        if num_evicted:
-            self._bus.publish(StatesEvicted(num_evicted))
-        if num_refused:
-            self._bus.publish(StatesRefused(num_refused))
+        if self.states is not None:
+            self.states.report(self._bus)
 
     def clear_states(self) -> None:
         """After a failed step: no state on the device can be trusted, and no sequence has one."""

@@ -87,23 +87,18 @@ class Tier(Protocol):
     @property
     def link(self) -> TierLink:
         """The link by which pages are read from the tier, with its latest measured rate."""
-        ...
 
     def take_place(self, key: PageKey) -> bool:
         """Take a place for a page; False: there is no room."""
-        ...
 
     def delete(self, key: PageKey) -> None:
         """Forget a page and give its place back, whether it was written or not."""
-        ...
 
     def flush(self) -> None:
         """Return when every write and delete so far is done, or has failed."""
-        ...
 
     def close(self) -> None:
         """Finish all writes and deletes."""
-        ...
 
 
 class LowerTier(Tier, Protocol):
@@ -115,54 +110,42 @@ class LowerTier(Tier, Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether other processes put pages there: then `ask` finds them."""
-        ...
 
     @property
     def is_open(self) -> bool:
         """Whether questions can be answered at present."""
-        ...
 
     @property
     def can_write(self) -> bool:
         """Whether writes can succeed at present."""
-        ...
 
     @property
     def num_writes_pending(self) -> int:
         """Pages given to `write` whose outcome `poll` has not returned."""
-        ...
 
     def recover(self) -> Sequence[FoundPage]:
         """The pages in the tier at the start, least recently used first; called once."""
-        ...
 
     def opened(self, num_pages: int) -> StoreOpened | None:
         """The event that the tier was opened with `num_pages`; None: no event."""
-        ...
 
     def write(self, job: WriteJob) -> None:
         """Write a page that has a place; its buffer must not change until `poll` returns the
         outcome."""
-        ...
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
         """Read pages into their buffers, which belong to the tier until `poll` returns the outcome.
         After `limit_s` no request needs them, and a tier may skip them."""
-        ...
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Record when pages were last used, for other processes and the next start."""
-        ...
 
     def ask(self, keys: Sequence[PageKey]) -> None:
         """Ask a shared tier which of `keys` it has; `poll` returns an Answer, without keys if the
         tier cannot be asked."""
-        ...
 
     def end_soon(self) -> None:
         """`close` will be called: a slow shared tier may skip its remaining writes."""
-        ...
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
         """Return what was done since the last call."""
-        ...

@@ -18,15 +18,12 @@ class Transfer(Protocol):
 
     def num_layers_done(self) -> int:
         """Layers that are complete, counted from the first."""
-        ...
 
     def wait(self) -> None:
         """Return when the whole copy is done."""
-        ...
 
     def seconds(self) -> float:
         """How long the copy took, without time in a queue. Called after it is done."""
-        ...
 
 
 class PageCopier(Protocol):
@@ -50,34 +47,27 @@ class PageCopier(Protocol):
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in its slot; the distance between slots may be larger."""
-        ...
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of a slot, to be read and written in place; they begin at a 4 KiB boundary."""
-        ...
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> Transfer:
         """Start copying device pages to slots. If it raises, some may have been copied."""
-        ...
 
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> Transfer:
         """Start copying slots to device pages; steps may wait for the load by its id. If it
         raises, some may have been copied."""
-        ...
 
     def forget(self, load_id: LoadId) -> None:
         """Forget a load that is done or cancelled: no step launched from now on names it."""
-        ...
 
     def drain(self) -> None:
         """Return when every started copy has ended, failed ones included."""
-        ...
 
     def close(self) -> None:
         """Finish all started copies."""
-        ...
 
 
 class TierLink:

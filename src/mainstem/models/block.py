@@ -22,7 +22,6 @@ class Attention(Protocol):
         """Rotate, append K and V, attend. May overwrite qkv [tokens, heads + 2 kv_heads, dim]
         (flattened, then gates if there are some); returns [tokens, heads * dim]. Or run a
         recurrence on the output of its first product."""
-        ...
 
 
 class Gate(Protocol):
@@ -30,7 +29,6 @@ class Gate(Protocol):
 
     def before(self, layer: int) -> None:
         """Return once the pages that this step reads in `layer` have arrived."""
-        ...
 
 
 class OpenGate:

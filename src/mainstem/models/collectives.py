@@ -25,15 +25,12 @@ class Collectives(Protocol):
     @property
     def is_capturable(self) -> bool:
         """Whether the calls may be captured in CUDA graphs."""
-        ...
 
     def sum_(self, x: Tensor) -> Tensor:
         """Sum x over all ranks, in place; x is contiguous."""
-        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """[rows, part] of each rank -> [rows, ranks * part], in the order of ranks."""
-        ...
 
 
 class Alone:

@@ -561,7 +561,9 @@ def _num_mlp_params(mlp: MlpSpec | ExpertsSpec | None, hidden_size: int) -> int:
     return hidden_size * (mlp.num_products * chosen + mlp.num_experts)
 
 
-def same_layers(attention: AttentionSpec, mlp: MlpSpec, count: int) -> tuple[LayerSpec, ...]:
+def same_layers(
+    attention: AttentionSpec, mlp: MlpSpec | ExpertsSpec, count: int
+) -> tuple[LayerSpec, ...]:
     """Return layers that are all the same."""
     return (LayerSpec(attention, mlp),) * count
 

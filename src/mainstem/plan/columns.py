@@ -333,7 +333,7 @@ def _determines(one: Column, other: Column) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _OrderedPart:
     rows: Int64s
     order: tuple[int, ...]
     computed: int  # tokens, if the rows of other parts share nothing with these
@@ -341,10 +341,10 @@ class _Part:
 
 def _divide(
     columns: Sequence[Column], rows: Int64s, front: tuple[int, ...], levels: int
-) -> list[_Part]:
+) -> list[_OrderedPart]:
     """Divide rows that agree in the columns `front`: rows with a dear value become a part of their
     own, again and again."""
-    parts: list[_Part] = []
+    parts: list[_OrderedPart] = []
     left = [number for number in range(len(columns)) if number not in front]
     for _ in range(MANY_PICKS):
         pick = _dearest_value(columns, rows, left) if levels and len(left) > 1 else None
@@ -379,8 +379,8 @@ def _dearest_value(
 
 def _part(
     columns: Sequence[Column], rows: Int64s, front: tuple[int, ...], left: Sequence[int]
-) -> _Part:
+) -> _OrderedPart:
     rest = choose_order([columns[number].of(rows) for number in left])
     shared = sum(int(columns[number].tokens[columns[number].codes[rows[0]]]) for number in front)
     order = (*front, *(left[place] for place in rest.columns))
-    return _Part(rows, order, shared + rest.computed_tokens)
+    return _OrderedPart(rows, order, shared + rest.computed_tokens)

@@ -24,7 +24,6 @@ class SpanChoice(Protocol):
     def __call__(self, run_tokens: Int64s, num_members: Int64s) -> Bools:
         """Return whether each run is a span. `run_tokens` count from the end of the span above, or
         from the start of the prompt."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,13 +138,9 @@ class RayWorker:
 
     def __init__(self, actor: Any, name: str) -> None:
         self._actor = actor
-        self._name = name
+        self.name = name
         self._open: dict[str, Task] = {}  # by custom_id
         self._started: set[int] = set()  # lines that the engine had at the last report
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     async def work(self, desk: Desk) -> None:
         """See Worker."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.shape import Kind, Shape
+from mainstem.kernels.attention.shape import Shape, UnitKind
 from mainstem.kernels.attention.tuning import Pace
 
 LONG_KEYS = (1024, 2048, 3072, 4096, 6144, 8192)
@@ -56,7 +56,7 @@ def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
     )
 
 
-def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _FittedLine:
+def _fit_line(step_us: StepUs, kind: UnitKind, tokens: int) -> _FittedLine:
     """Fit by least squares of relative errors. Each unit has the rows of `tokens` tokens."""
     steps = [(1, keys) for keys in LONG_KEYS]
     steps += [(max(rounds * kind.slots // kind.units, 1), kind.stretch) for rounds in ROUNDS]

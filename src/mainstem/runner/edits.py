@@ -26,7 +26,7 @@ _FIRST_ROWS, _FIRST_WIDTH = 8, 256
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _EditedSequence:
     sampling: SamplingParams
     stop_ids: Int64s
     bias_ids: Int64s
@@ -46,7 +46,7 @@ class LogitEdits:
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
         self._device = device = uploads.device
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _EditedSequence] = {}
         self._free_rows: list[int] = []
         self._ids = torch.zeros((0, _FIRST_WIDTH), dtype=torch.int32, device=device)
         self._counts: Tensor | None = None  # [_COUNTED_ROWS, vocab], zero between calls
@@ -58,7 +58,7 @@ class LogitEdits:
         if old is not None and old.row is not None:
             self._free_rows.append(old.row)
         sampling = started.sampling
-        sequence = _Sequence(
+        sequence = _EditedSequence(
             sampling,
             np.array(started.stop_ids, np.int64),
             np.array(list(sampling.logit_bias or ()), np.int64),
@@ -108,7 +108,7 @@ class LogitEdits:
             said = token_ids.index_select(0, sources).to(torch.int32)
             self._ids.index_put_((targets, columns), said)
 
-    def _penalise(self, logits: Tensor, penalised: list[tuple[int, _Sequence]]) -> None:
+    def _penalise(self, logits: Tensor, penalised: list[tuple[int, _EditedSequence]]) -> None:
         """Apply penalties. An id that a sequence has twice is written twice, with the same
         value."""
         table = np.array(

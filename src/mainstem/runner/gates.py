@@ -13,4 +13,3 @@ class Loads(Protocol):
 
     def gate(self, load_ids: Int32s) -> Gate:
         """Return a gate that lets each layer run as soon as these loads have loaded that layer."""
-        ...

@@ -109,12 +109,13 @@ class GpuCopier:
     ) -> None:
         shapes = [(len(each), 2, *each.shape[3:]) for each in pages.tensors]
         self._device, dtype = pages.tensors[0].device, pages.tensors[0].dtype
-        self._num_layers = pages.num_layers
+        self.num_layers = pages.num_layers
         self._has_parts = pages.num_parts > 0
         self._pieces = StatePieces(pages.num_pages, states)
-        self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=True, part=part)
+        self._slab = slab = HostSlab(host_bytes, shapes, dtype, is_pinned=True, part=part)
+        self.num_slots, self.page_bytes, self.slot = slab.num_slots, slab.page_bytes, slab.slot
         self._parts = [
-            _Part(tensor, found.layers, found.is_windowed, start, tensor[0, 0, 0].nbytes)
+            _CopiedPart(tensor, found.layers, found.is_windowed, start, tensor[0, 0, 0].nbytes)
             for tensor, found, start in zip(
                 pages.tensors, pages.parts, self._slab.part_starts, strict=True
             )
@@ -133,24 +134,9 @@ class GpuCopier:
             spread_pages(part.tensor, buffer, nothing)
         torch.cuda.synchronize(buffer.device)
 
-    @property
-    def num_slots(self) -> int:
-        return self._slab.num_slots
-
-    @property
-    def num_layers(self) -> int:
-        return self._num_layers
-
-    @property
-    def page_bytes(self) -> int:
-        return self._slab.page_bytes
-
-    def slot(self, slot: int) -> memoryview:
-        return self._slab.slot(slot)
-
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> GpuTransfer:
         assert parts is not None or not self._has_parts, "a copy says nothing of windowed parts"
-        transfer, stream = GpuTransfer(self._num_layers), self._saves_stream
+        transfer, stream = GpuTransfer(self.num_layers), self._saves_stream
         transfer.begin.record(stream)
         copy = self._pieces.split(pages, slots, parts)
         for device, host, count in self._piece_runs(copy):
@@ -163,7 +149,7 @@ class GpuCopier:
         transfer.events = [_recorded(stream)] * self._num_groups()
         return transfer
 
-    def _save_part(self, part: "_Part", places: Int32s, slots: Int32s) -> None:
+    def _save_part(self, part: "_CopiedPart", places: Int32s, slots: Int32s) -> None:
         half_bytes, num_halves = part.half_bytes, 2 * len(part.layers)
         distance = part.tensor[0, 0].nbytes  # from K to V, from V to the next layer's K
         at_once, pitch = num_halves, distance
@@ -187,7 +173,7 @@ class GpuCopier:
         copy = self._pieces.split(pages, slots, parts)
         order = np.argsort(copy.slots)  # one call can copy a run of neighbouring slots
         slots, pages = copy.slots[order], copy.pages[order]
-        transfer = GpuTransfer(self._num_layers)
+        transfer = GpuTransfer(self.num_layers)
         with torch.cuda.stream(staging.pages_stream):
             transfer.begin.record()
             for device, host, count in self._piece_runs(copy):
@@ -195,7 +181,7 @@ class GpuCopier:
             page_ids = windowed_ids = self._upload(pages, transfer)
             if copy.parts is not None:
                 windowed_ids = self._upload(copy.parts[order], transfer)
-            for group in range(0, self._num_layers, LAYERS_AT_ONCE):
+            for group in range(0, self.num_layers, LAYERS_AT_ONCE):
                 for part in self._parts:
                     ids = windowed_ids if part.is_windowed else page_ids
                     self._load_layers(part, part.between(group, group + LAYERS_AT_ONCE), slots, ids)
@@ -203,7 +189,7 @@ class GpuCopier:
         self._loads[load_id] = transfer
         return transfer
 
-    def _load_layers(self, part: "_Part", layers: slice, slots: Int32s, ids: Tensor) -> None:
+    def _load_layers(self, part: "_CopiedPart", layers: slice, slots: Int32s, ids: Tensor) -> None:
         """Copy some layers of a part from ascending slots to these places."""
         tensor, staging = part.tensor[layers], self._staging
         width = len(tensor) * part.layer_bytes
@@ -265,16 +251,16 @@ class GpuCopier:
             yield device, host, end - begin
 
     def _num_groups(self) -> int:
-        return -(-self._num_layers // LAYERS_AT_ONCE)
+        return -(-self.num_layers // LAYERS_AT_ONCE)
 
-    def _address(self, slot: int, part: "_Part", layer: int) -> int:
+    def _address(self, slot: int, part: "_CopiedPart", layer: int) -> int:
         """Where layer number `layer` of a part begins in a slot."""
         first = self._slab.address + slot * self._slab.slot_bytes
         return first + part.start + layer * part.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _CopiedPart:
     """A part of all pages."""
 
     tensor: Tensor  # [layers, 2, places, kv_heads, page_size, head_dim]

@@ -121,7 +121,7 @@ class Freed:
 
     def _bytes(self) -> Tensor:
         device = self._storage.device
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage)
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -27,7 +27,6 @@ class Origin(Protocol):
 
     def digest(self) -> bytes:
         """A digest that is equal for equal weights."""
-        ...
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource: ...
 

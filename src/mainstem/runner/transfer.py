@@ -100,7 +100,9 @@ class CpuCopier:
             for each in pages.parts
         ]
         dtype = pages.tensors[0].dtype
-        self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=False, part=part)
+        self._slab = slab = HostSlab(host_bytes, shapes, dtype, is_pinned=False, part=part)
+        self.num_layers = len(self._layers)
+        self.num_slots, self.page_bytes, self.slot = slab.num_slots, slab.page_bytes, slab.slot
         self._has_parts = pages.num_parts > 0
         # for each layer of a page: where it is in slots, and whether it is in the windowed part
         self._in_slots = [
@@ -113,21 +115,6 @@ class CpuCopier:
         self._loads: dict[LoadId, CpuTransfer] = {}
         self._load_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-load")
         self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
-
-    @property
-    def num_slots(self) -> int:
-        return self._slab.num_slots
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
-
-    @property
-    def page_bytes(self) -> int:
-        return self._slab.page_bytes
-
-    def slot(self, slot: int) -> memoryview:
-        return self._slab.slot(slot)
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> CpuTransfer:
         copy = self._pieces.split(pages, slots, parts)

@@ -19,7 +19,6 @@ class KeyPages(Protocol):
 
     def keys(self, layer: int) -> Tensor:
         """[pages, kv_heads, page_size, head_dim]"""
-        ...
 
 
 class WeighingAttention:

@@ -176,8 +176,9 @@ class RunnerWeights:
     def _source(self, values: _Values) -> Checkpoint:
         """All tensors as they are to be."""
         spec, loaded = self._loaded.origin.spec, self._loaded
-        folder = None if isinstance(values.origin, RandomOrigin) else values.origin.folder
+        folder = None
         if isinstance(values.origin, FolderOrigin):
+            folder = values.origin.folder
             values.origin.weights.wait()  # raises UnsupportedModel if the files have changed
         source = Checkpoint(folder, loaded.dtype, loaded.device, spec.names, spec.quantized)
         source.hold(values.held)

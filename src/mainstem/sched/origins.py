@@ -13,9 +13,10 @@ import numpy as np
 from mainstem.core.ids import PageKey
 from mainstem.core.request import Request
 from mainstem.core.step import Int32s
+from mainstem.kv.finder import Lookup
 from mainstem.kv.keys import PageChain
 from mainstem.kv.loading import StoredRun
-from mainstem.kv.store import KVStore, Lookup
+from mainstem.kv.store import KVStore
 from mainstem.sched.cut import WHOLE, PromptCut
 from mainstem.sched.important import Weighing
 from mainstem.sched.truncation import Truncation

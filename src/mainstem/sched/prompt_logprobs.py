@@ -11,9 +11,10 @@ import numpy as np
 from mainstem.core.ids import PageKey
 from mainstem.core.request import Request, TokenLogprobs
 from mainstem.core.step import Int32s
+from mainstem.kv.finder import Lookup, Match
 from mainstem.kv.keys import PageChain
 from mainstem.kv.page_logprobs import MAX_TOP
-from mainstem.kv.store import KVStore, Lookup, Match
+from mainstem.kv.store import KVStore
 
 
 @dataclass(slots=True, eq=False)

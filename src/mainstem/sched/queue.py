@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s
+from mainstem.kv.finder import Match
 from mainstem.kv.keys import PageChain
 from mainstem.kv.loading import StoredRun
 from mainstem.kv.places import StoredCounts
 from mainstem.kv.states import NO_STATE, StatePlace
-from mainstem.kv.store import Match
 from mainstem.sched.important import Weighing
 from mainstem.sched.prompt_logprobs import PromptLogprobs
 from mainstem.sched.sequence import SeqState, Sequence, urgency

@@ -21,7 +21,7 @@ from mainstem.core.events import (
 )
 from mainstem.core.ids import SeqSlot
 from mainstem.core.step import Float32s, Int32s, StartedSequence
-from mainstem.kv.store import Lookup, Match
+from mainstem.kv.finder import Lookup, Match
 from mainstem.sched.batching import Chunk, PageCopy, PageMove, StepWork
 from mainstem.sched.loading import Loader
 from mainstem.sched.origins import NOTHING_MOVABLE, MovablePages

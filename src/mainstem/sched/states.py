@@ -27,9 +27,10 @@ import numpy as np
 
 from mainstem.core.ids import PageKey, SeqSlot
 from mainstem.core.step import Int32s, StateUse, StepId
+from mainstem.kv.finder import Lookup, Match
 from mainstem.kv.keys import PageChain
 from mainstem.kv.states import NO_STATE, StatePlace, StateStore
-from mainstem.kv.store import KVStore, Lookup, Match
+from mainstem.kv.store import KVStore
 from mainstem.sched.batching import StepWork
 from mainstem.sched.queue import Candidate
 from mainstem.sched.sequence import Sequence

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from mainstem.core.errors import OutOfPages
 from mainstem.core.ids import PageKey
+from mainstem.kv.finder import Match
 from mainstem.kv.keys import PageChain
 from mainstem.kv.loading import StoredRun
 from mainstem.kv.states import StatePlace, StateStore
-from mainstem.kv.store import KVStore, Match
+from mainstem.kv.store import KVStore
 from mainstem.kv.stored_states import StoredStates
 from mainstem.sched.queue import Candidate, StoredStart
 

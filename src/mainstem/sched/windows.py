@@ -20,9 +20,9 @@ import numpy as np
 from mainstem.core.ids import SeqSlot
 from mainstem.core.ragged import ragged_arange
 from mainstem.core.step import Int32s, StepId
+from mainstem.kv.finder import Match
 from mainstem.kv.keys import PageChain
 from mainstem.kv.parts import END, FORK, WindowParts
-from mainstem.kv.store import Match
 from mainstem.sched.sequence import Sequence
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.table import SeqTable

@@ -24,18 +24,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from mainstem.core.events import (
-    Event,
-    EventBus,
-    PagesEvicted,
-    PagesLoaded,
-    PagesLost,
-    SavesSkipped,
-    SequenceAdmitted,
-    SequenceFinished,
-    StepFinished,
-    StoreOpened,
-)
+from mainstem.core import events
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason
 from mainstem.core.snapshot import EngineSnapshot
@@ -141,6 +130,10 @@ GAUGES = {
     "mainstem:sessions": "Sessions that are kept.",
     "mainstem:session_tokens": "Tokens of the sessions that are kept.",
 }
+COUNTED = (  # gauges that are counts in a snapshot
+    "pages", "held_pages", "window_parts", "held_window_parts", "cached_pages", "host_pages",
+    "disk_pages", "states", "held_states", "kept_states",
+)  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": (TTFT_BUCKETS_S, "Arrival to first token."),
     "vllm:inter_token_latency_seconds": (INTER_TOKEN_BUCKETS_S, "Token to next token."),
@@ -181,7 +174,7 @@ class ServerMetrics(Collector):
     add numbers and never wait for text to be rendered.
     """
 
-    def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
+    def __init__(self, bus: events.EventBus, model_name: str = "mainstem") -> None:
         self._common = (model_name, "0")
         self._lock = Lock()
         self._num_restarts = 0
@@ -196,24 +189,24 @@ class ServerMetrics(Collector):
         self._registry = CollectorRegistry()  # not the global one: a process may have two servers
         self._registry.register(self)
 
-    def _listen(self, bus: EventBus) -> None:
+    def _listen(self, bus: events.EventBus) -> None:
         """Count events atomically, so that a rendered page never shows a part of one."""
-        within = EventBus()
+        within = events.EventBus()
         self.counters.attach(within)
-        within.subscribe(SequenceAdmitted, self._admitted)
-        within.subscribe(SequenceFinished, self._finished)
-        within.subscribe(PagesEvicted, self._evicted)
-        within.subscribe(PagesLoaded, self._loaded)
-        within.subscribe(SavesSkipped, self._unsaved)
-        within.subscribe(PagesLost, self._lost)
-        within.subscribe(StoreOpened, self._opened)
-        within.subscribe(StepFinished, self._stepped)
+        within.subscribe(events.SequenceAdmitted, self._admitted)
+        within.subscribe(events.SequenceFinished, self._finished)
+        within.subscribe(events.PagesEvicted, self._evicted)
+        within.subscribe(events.PagesLoaded, self._loaded)
+        within.subscribe(events.SavesSkipped, self._unsaved)
+        within.subscribe(events.PagesLost, self._lost)
+        within.subscribe(events.StoreOpened, self._opened)
+        within.subscribe(events.StepFinished, self._stepped)
 
-        def take(event: Event) -> None:
+        def take(event: events.Event) -> None:
             with self._lock:
                 within.publish(event)
 
-        for kind in get_args(Event):
+        for kind in get_args(events.Event):
             if within.has_listeners(kind):
                 bus.subscribe(kind, take)
 
@@ -255,16 +248,7 @@ class ServerMetrics(Collector):
                 "mainstem:unfinished_prompts": len(snapshot.prompts),
                 "mainstem:unfinished_prompt_tokens": num_read,
                 "vllm:kv_cache_usage_perc": snapshot.num_held_pages / max(1, snapshot.num_pages),
-                "mainstem:pages": snapshot.num_pages,
-                "mainstem:held_pages": snapshot.num_held_pages,
-                "mainstem:window_parts": snapshot.num_window_parts,
-                "mainstem:held_window_parts": snapshot.num_held_window_parts,
-                "mainstem:cached_pages": snapshot.num_cached_pages,
-                "mainstem:states": snapshot.num_states,
-                "mainstem:held_states": snapshot.num_held_states,
-                "mainstem:kept_states": snapshot.num_kept_states,
-                "mainstem:host_pages": snapshot.num_host_pages,
-                "mainstem:disk_pages": snapshot.num_disk_pages,
+                **{f"mainstem:{each}": getattr(snapshot, f"num_{each}") for each in COUNTED},
                 "mainstem:host_bytes": snapshot.num_host_pages * snapshot.stored_page_bytes,
                 "mainstem:disk_bytes": snapshot.num_disk_pages * snapshot.stored_page_bytes,
                 "mainstem:page_size_tokens": snapshot.page_size,
@@ -323,30 +307,30 @@ class ServerMetrics(Collector):
 
     # --- listeners, under the lock ---------------------------------------------------------------
 
-    def _admitted(self, event: SequenceAdmitted) -> None:
+    def _admitted(self, event: events.SequenceAdmitted) -> None:
         self._histograms["vllm:request_prompt_tokens"].observe(event.prompt_tokens)
 
-    def _finished(self, event: SequenceFinished) -> None:
+    def _finished(self, event: events.SequenceFinished) -> None:
         self._labelled["vllm:request_success"][event.reason.value,] += 1
         self._histograms["vllm:request_generation_tokens"].observe(event.output_tokens)
 
-    def _evicted(self, event: PagesEvicted) -> None:
+    def _evicted(self, event: events.PagesEvicted) -> None:
         self._labelled["mainstem:evicted_pages"][event.reason, event.tier] += event.num_pages
 
-    def _loaded(self, event: PagesLoaded) -> None:
+    def _loaded(self, event: events.PagesLoaded) -> None:
         self._labelled["mainstem:load_seconds"][event.tier,] += event.seconds
 
-    def _unsaved(self, event: SavesSkipped) -> None:
+    def _unsaved(self, event: events.SavesSkipped) -> None:
         self._labelled["mainstem:unsaved_pages"][event.reason, event.tier] += event.num_pages
 
-    def _lost(self, event: PagesLost) -> None:
+    def _lost(self, event: events.PagesLost) -> None:
         self._labelled["mainstem:lost_pages"][event.reason, event.tier] += event.num_pages
 
-    def _opened(self, event: StoreOpened) -> None:
+    def _opened(self, event: events.StoreOpened) -> None:
         for reason, count in event.lost.items():
             self._labelled["mainstem:lost_pages"][reason, "disk"] += count
 
-    def _stepped(self, event: StepFinished) -> None:
+    def _stepped(self, event: events.StepFinished) -> None:
         self._histograms["vllm:iteration_tokens_total"].observe(event.num_tokens)
 
 

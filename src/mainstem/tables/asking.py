@@ -39,16 +39,13 @@ class Asking(Protocol):
     @property
     def columns(self) -> Mapping[str, Kind]:
         """The answers' columns."""
-        ...
 
     @property
     def fields(self) -> JsonView:
         """Fields of every request's body."""
-        ...
 
     def read(self, body: AnyJson) -> Sequence[object]:
         """The answers' cells, from the body of a reply; raises NoAnswer."""
-        ...
 
 
 def error_column(answer: str) -> str:

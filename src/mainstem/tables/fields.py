@@ -38,7 +38,7 @@ class Reorder(Enum):
     NONE = "none"  # as given
 
 
-class Rows(Protocol):
+class TableReader(Protocol):
     """A table: its columns, and its rows, which may be read again and again."""
 
     @property
@@ -153,12 +153,14 @@ def _line(name: str, cell: object) -> str:
         return ""  # the row will be an error
 
 
-def count_rows(table: Rows) -> int:
+def count_rows(table: TableReader) -> int:
     """Read a whole table once, which raises the error of a row that cannot be read."""
     return sum(1 for _ in table)
 
 
-def scan(table: Rows, fields: Sequence[str], tokenizer: Tokenizer) -> tuple[int, list[Column]]:
+def scan(
+    table: TableReader, fields: Sequence[str], tokenizer: Tokenizer
+) -> tuple[int, list[Column]]:
     """Read a whole table once; returns the number of rows, and the columns of `fields`."""
     places = [table.columns.index(name) for name in fields]
     scans = [_ColumnScan(name) for name in fields]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.tables.asking import (
@@ -15,7 +16,7 @@ from mainstem.tables.asking import (
 from mainstem.tables.fields import (
     FieldOrder,
     Reorder,
-    Rows,
+    TableReader,
     checked_fields,
     count_rows,
     order_fields,
@@ -42,41 +43,23 @@ class Wish:
     may_score: bool = True
 
 
-def wish_for(  # noqa: PLR0913  # by keyword
-    prompt: str | None,
-    *,
-    template: str | None = None,
-    system: str | None = None,
-    chat: bool = True,
-    fields: Sequence[str] | None = None,
-    reorder: str = "columns",
-    answer: str = "answer",
-    schema: object = None,
-    choices: Sequence[str] | None = None,
+def wish_for(
+    prompt: str | None, *, chat: bool = True, reorder: str = "columns", **others: Any
 ) -> Wish:
-    """What the arguments of `mainstem.map` ask; raises InvalidRequest for an unknown `reorder`."""
+    """What the arguments of `mainstem.map` ask; `others` are fields of a Wish. Raises
+    InvalidRequest for an unknown `reorder`."""
     try:
         kind = Reorder(reorder)
     except ValueError:
         known = ", ".join(each.value for each in Reorder)
         raise InvalidRequest("reorder", f"must be one of {known}, got {reorder!r}") from None
-    return Wish(
-        prompt=prompt,
-        template=template,
-        system=system,
-        is_chat=chat,
-        fields=fields,
-        reorder=kind,
-        answer=answer,
-        schema=schema,
-        choices=choices,
-    )
+    return Wish(prompt, is_chat=chat, reorder=kind, **others)
 
 
 class TableJob:
     """A table, and what is asked of its rows. `prepare` comes before everything else."""
 
-    def __init__(self, table: Rows, wish: Wish) -> None:
+    def __init__(self, table: TableReader, wish: Wish) -> None:
         """Raises InvalidRequest for whatever is wrong with the call, before a model is needed."""
         self._table, self._wish = table, wish
         self._prompt = _prompt(wish, table.columns)

@@ -30,12 +30,10 @@ class Prompt(Protocol):
     @property
     def has_row(self) -> bool:
         """Whether the prompt contains the list of fields."""
-        ...
 
     def render(self, cells: Cells, fields: Sequence[str]) -> str:
         """The prompt of a row; `fields` are the columns that {row} lists, in order. Raises
         InvalidRequest for a row that has no prompt."""
-        ...
 
 
 def field_line(column: str, text: str) -> str:

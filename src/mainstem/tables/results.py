@@ -19,7 +19,6 @@ class Outcomes(Protocol):
 
     def of(self, number: int) -> Sequence[object]:
         """The cells of a row, which is counted from 1: the answers', and the error's."""
-        ...
 
 
 def answer_columns(asking: Asking, answer: str) -> dict[str, Kind]:

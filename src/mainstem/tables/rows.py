@@ -10,7 +10,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.json import Json
 from mainstem.tables.asking import Asking
 from mainstem.tables.cells import is_unicode
-from mainstem.tables.fields import FieldOrder, Rows
+from mainstem.tables.fields import FieldOrder, TableReader
 from mainstem.tables.prompts import Prompt
 
 
@@ -37,7 +37,9 @@ class TableRows:
     """The lines of a batch job over a table; row N, counted from 1, has the custom_id N. May be
     read again and again."""
 
-    def __init__(self, table: Rows, wording: Wording, order: FieldOrder, num_rows: int) -> None:
+    def __init__(
+        self, table: TableReader, wording: Wording, order: FieldOrder, num_rows: int
+    ) -> None:
         self._table, self._wording, self._order = table, wording, order
         self._num_rows = num_rows
         self._num_read = 0

@@ -3,14 +3,17 @@
 Prompts, and the ids of a prompt, may be a list, a generator, an array or a tensor.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import SamplingParams
 from mainstem.text.tokenizer import check_unicode
+
+T = TypeVar("T")
 
 Message = Mapping[str, object]
 ScriptPrompt = (
@@ -77,12 +80,22 @@ def listed_prompts(
 ) -> tuple[list[str | list[int] | None], Refusals]:
     """Return every prompt as a text or as ids; None if it was refused. A single prompt gives a list
     of one."""
-    items, is_lone = _items(prompts)
-    refusals = Refusals("prompts", is_lone, _on_error(errors))
-    listed: list[str | list[int] | None] = [None] * len(items)
+    return _read_all("prompts", *_items(prompts), errors, read_prompt)
+
+
+def _read_all(
+    name: str,
+    items: Sequence[object],
+    is_lone: bool,
+    errors: OnError | str,
+    read: Callable[[object], T],
+) -> tuple[list[T | None], Refusals]:
+    """Read each item; None for those that are refused."""
+    refusals = Refusals(name, is_lone, _on_error(errors))
+    listed: list[T | None] = [None] * len(items)
     for index, item in enumerate(items):
         with refusals.at(index):
-            listed[index] = read_prompt(item)
+            listed[index] = read(item)
     return listed, refusals
 
 
@@ -157,14 +170,7 @@ def listed_conversations(
     if not items:
         raise InvalidRequest("messages", "must be a list with at least one message")
     is_lone = isinstance(items[0], Mapping)
-    if is_lone:
-        items = [items]
-    refusals = Refusals("messages", is_lone, _on_error(errors))
-    listed: list[list[Message] | None] = [None] * len(items)
-    for index, item in enumerate(items):
-        with refusals.at(index):
-            listed[index] = read_conversation(item)
-    return listed, refusals
+    return _read_all("messages", [items] if is_lone else items, is_lone, errors, read_conversation)
 
 
 def read_conversation(messages: object) -> list[Message]:
@@ -197,12 +203,11 @@ def listed_contexts(
 ) -> tuple[list[str | list[int] | list[Message] | None], Refusals]:
     """Like `listed_prompts`, but a context may also be a conversation."""
     items, is_lone = ([contexts], True) if is_conversation(contexts) else _items(contexts)
-    refusals = Refusals("contexts", is_lone, _on_error(errors))
-    listed: list[str | list[int] | list[Message] | None] = [None] * len(items)
-    for index, item in enumerate(items):
-        with refusals.at(index):
-            listed[index] = read_conversation(item) if is_conversation(item) else read_prompt(item)
-    return listed, refusals
+
+    def read(item: object) -> str | list[int] | list[Message]:
+        return read_conversation(item) if is_conversation(item) else read_prompt(item)
+
+    return _read_all("contexts", items, is_lone, errors, read)
 
 
 def listed_choices(

@@ -56,15 +56,11 @@ class Sessions:
         self._limits = limits
         self._clock = clock
         self._sessions: dict[Key, Session] = {}  # least recently used first
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._changed: set[Key] = set()  # changed since the last `take_changes`
 
     def __len__(self) -> int:
         return len(self._sessions)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     def find(self, owner: str, session_id: str) -> Session | None:
         self._forget_old()
@@ -92,15 +88,15 @@ class Sessions:
         """Forget a session; returns it if there was one."""
         session = self._sessions.pop((owner, session_id), None)
         if session is not None:
-            self._num_tokens -= len(session.token_ids)
+            self.num_tokens -= len(session.token_ids)
             self._changed.add((owner, session_id))
         return session
 
     def _add(self, key: Key, session: Session) -> None:
         self._sessions[key] = session
-        self._num_tokens += len(session.token_ids)
+        self.num_tokens += len(session.token_ids)
         limits = self._limits
-        while len(self._sessions) > limits.max_sessions or self._num_tokens > limits.max_tokens:
+        while len(self._sessions) > limits.max_sessions or self.num_tokens > limits.max_tokens:
             self.remove(*next(iter(self._sessions)))
 
     def _forget_old(self) -> None:
@@ -133,7 +129,7 @@ class Sessions:
     def check(self) -> None:
         """Raise if tokens are counted wrong or the order is wrong."""
         sessions = list(self._sessions.values())
-        assert self._num_tokens == sum(len(session.token_ids) for session in sessions)
+        assert self.num_tokens == sum(len(session.token_ids) for session in sessions)
         used_s = [session.used_s for session in sessions]
         assert used_s == sorted(used_s), "the least recently used is not the first"
 

@@ -85,7 +85,9 @@ def _layers_of(name: str, tokens: int) -> Callable[[], None]:
     limits = ops.AttentionLimits(tokens, max_pages=tokens, max_partials=5 * tokens)
     spans = LayerSpans(spec, SpanSettings(PAGE_SIZE, dtype, CPU, limits, None))
     pages = GpuPages(spec, NUM_PAGES, PAGE_SIZE, dtype, CPU)
-    attention = GpuAttention(spec, pages, spans, space, decoder.head_norms, decoder.sinks)
+    attention = GpuAttention(
+        spec, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
+    )
     attention.plan(_one_key_each(tokens), np.zeros(tokens, np.int32))
     attention.bind(InputBuffers(tokens, CPU).views(tokens), ALL_LAUNCHES)
     normed, gate = space.normed[:tokens], OpenGate()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +14,7 @@ from mainstem_bench.paper.jobs import VOCAB, Job, limit_per_s, run
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival, rival_job
 from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Figure
 
 LLAMA_8B = Size("llama31-8b", 450_000)
 QWEN_14B = Size("qwen25-14b", 300_000)
@@ -96,7 +93,7 @@ def run_mixes(settings: Settings) -> Iterator[Line]:
                     yield _line(settings, size, way, mix, count, repeats)
 
 
-def plot_mixes(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_mixes(lines: Sequence[Line], figure: Figure) -> None:
     figure.set_size_inches(8, 7)
     rows = figure.subplot_mosaic([["llama31-8b"] * 3, ["qwen25-14b", "qwen25-14b", "llama31-70b"]])
     for size, mixes in MODELS.items():
@@ -184,7 +181,7 @@ def run_grid(settings: Settings) -> Iterator[Line]:
             yield _line(settings, LLAMA_8B, way, (prefix, 200, degree), count, repeats)
 
 
-def plot_grid(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_grid(lines: Sequence[Line], figure: Figure) -> None:
     panels = figure.subplots(1, 3)
     for axes, prefix in zip(panels, (2000, 8000, 16000), strict=True):
         found = only(lines, prefix=prefix, way="planned")
@@ -270,7 +267,7 @@ def run_industry(settings: Settings) -> Iterator[Line]:
         yield {"way": way, "like": like, **found}
 
 
-def plot_industry(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_industry(lines: Sequence[Line], figure: Figure) -> None:
     rates, saved = figure.subplots(1, 2)
     base = one(lines, way="nothing shared")["requests_per_s"]
     ours = [one(lines, way=way)["requests_per_s"] / base for way in WAYS]

@@ -1,7 +1,6 @@
 """BatchLLM's Fig. 10: attention over shared prefixes, for decode steps and mixed steps."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from mainstem.plan.cost import H200
 from mainstem_bench.floors import span_floor_s
@@ -10,10 +9,8 @@ from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.relay_attention import cpu_point
 from mainstem_bench.paper.results import only
 from mainstem_bench.paper.rivals import rivals
+from mainstem_bench.paper.style import Figure
 from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, prefill_runs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BATCH = 256
 # (prefix, own tokens, sequences per prefix) -> the case's name in the measurements of rivals
@@ -66,7 +63,7 @@ def run_cases(settings: Settings) -> Iterator[Line]:
     bench.free_pages()
 
 
-def plot_cases(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_cases(lines: Sequence[Line], figure: Figure) -> None:
     decode, mixed = figure.subplots(1, 2, width_ratios=(2, 1))
     once = only(lines, case="decode, read once")
     names = [_name(line) for line in once]

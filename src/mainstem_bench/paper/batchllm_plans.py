@@ -4,7 +4,6 @@ overhead."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Number, Outcome, Settings, Verdict
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import agreed
+from mainstem_bench.paper.style import Figure
 from mainstem_bench.plan import shared_prompts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KV_TOKENS = 450_000  # 8B in 16 bits on an 80 GB card leaves about this much
 OUTPUT = 100
@@ -92,7 +89,7 @@ def run_lengths(settings: Settings) -> Iterator[Line]:
     }
 
 
-def plot_lengths(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_lengths(lines: Sequence[Line], figure: Figure) -> None:
     for axes, name in zip(figure.subplots(1, 2), ("shared prefix", "own context"), strict=True):
         line = one(lines, part=name)
         axes.stairs(line["counts"], line["edges"], fill=True, color=style.OURS["color"])
@@ -132,7 +129,7 @@ def run_saving(settings: Settings) -> Iterator[Line]:
             }
 
 
-def plot_saving(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_saving(lines: Sequence[Line], figure: Figure) -> None:
     prefixes = sorted({line["prefix"] for line in lines})
     for axes, degree in zip(figure.subplots(1, 2, sharey=True), (4, 16), strict=True):
         found = only(lines, degree=degree)
@@ -187,7 +184,7 @@ def run_levels(settings: Settings) -> Iterator[Line]:
     }
 
 
-def plot_levels(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_levels(lines: Sequence[Line], figure: Figure) -> None:
     line, axes = lines[-1], figure.subplots()
     ways = {"LRU": "lru", "first level": "first_level", "enlarged": "enlarged"}
     ways |= {"multi-level": "multi_level"}
@@ -229,7 +226,7 @@ def run_overhead(settings: Settings) -> Iterator[Line]:
         }
 
 
-def plot_overhead(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_overhead(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     counts = [line["requests"] for line in lines]
     axes.errorbar(

@@ -6,7 +6,6 @@ with long answers go first.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,10 +20,8 @@ from mainstem_bench.paper.jobs import VOCAB, Job, engine_of
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import LEAST_RUNS, gain_of, weighed
+from mainstem_bench.paper.style import Figure
 from mainstem_bench.step_trace import StepTrace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QWEN_7B = Size("qwen25-7b", 700_000)  # more KV than 256 answers need, as on the paper's card
 VLLM_SEQS = 256  # vLLM's default for requests in a step
@@ -110,7 +107,7 @@ def run_table(settings: Settings) -> Iterator[Line]:
         yield line
 
 
-def _draw(lines: Sequence[Line], figure: "Figure", batchings: Sequence[str]) -> None:
+def _draw(lines: Sequence[Line], figure: Figure, batchings: Sequence[str]) -> None:
     panels = figure.subplots(len(batchings), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, batching in zip(panels, batchings, strict=True):
         line = one(lines, shared="nothing shared", batching=batching)
@@ -126,11 +123,11 @@ def _draw(lines: Sequence[Line], figure: "Figure", batchings: Sequence[str]) -> 
         style.finish(axes, title, "seconds", "tokens in a step")
 
 
-def plot_baseline(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_baseline(lines: Sequence[Line], figure: Figure) -> None:
     _draw(lines, figure, ("off",))
 
 
-def plot_both(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_both(lines: Sequence[Line], figure: Figure) -> None:
     _draw(lines, figure, ("off", "on"))
 
 
@@ -157,7 +154,7 @@ def judge_both(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_table(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_table(lines: Sequence[Line], figure: Figure) -> None:
     here, paper = figure.subplots(1, 2)
     looks = {"off": style.NOTHING, "on": style.OURS}
     ours = {

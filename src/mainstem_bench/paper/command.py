@@ -16,12 +16,13 @@ import argparse
 import json
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
@@ -35,19 +36,14 @@ DEFAULT_RESULTS = Path("out/paper")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench paper",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = Parser("mainstem bench paper", description=__doc__)
     made.add_argument("items", nargs="*", metavar="ITEM", help="relay-fig7, relay, all")
     made.add_argument(
         "--list", action="store_true", help="list the items and the minutes that each takes"
     )
     made.add_argument("--quick", action="store_true", help="tiny models on a CPU")
-    made.add_argument(
-        "--results", type=Path, default=DEFAULT_RESULTS, metavar="FOLDER", help="(%(default)s)"
-    )
+    flag = partial(add_flag, made)
+    flag("--results", Path, "", DEFAULT_RESULTS, metavar="FOLDER")
     made.add_argument(
         "--model",
         metavar="FOLDER",
@@ -55,12 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--draw", action="store_true", help="measure nothing: use stored lines")
     made.add_argument("--no-plot", action="store_true", help="lines and verdicts only")
-    made.add_argument(
-        "--limit-s",
-        type=float,
-        metavar="S",
-        help="start no item that would end after S seconds (no limit)",
-    )
+    flag("--limit-s", float, "start no item that would end after S seconds (no limit)", metavar="S")
     return made
 
 

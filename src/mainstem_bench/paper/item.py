@@ -7,12 +7,10 @@ lines, so pages can be made from stored lines.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mainstem_bench.paper.engines import Engines, Size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Figure
 
 Line = dict[str, Any]
 """A measured point. The item's `run` chooses its keys, and only its `plot` and `verdict` know
@@ -106,7 +104,7 @@ class Settings:
         return [dict(line) for line in self._measured[name]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """A figure or table. If `run` is None, there is no command, and `verdict` says why."""
 
@@ -114,16 +112,16 @@ class Item:
     title: str
     claim: str  # what the paper shows, in a sentence with its numbers
     differs: str  # what is different here, and why
-    where: Where
+    where: Where = Where.GPU
     full_s: float  # seconds of a full run, measured
     quick_s: float  # seconds of a quick run on 2 slow cores, measured
     run: Callable[[Settings], Iterator[Line]] | None
     verdict: Callable[[Sequence[Line]], Verdict]
     point: str  # where the claim is judged: the models, lengths and sizes that it depends on
-    is_papers_point: bool  # else it is judged at another point than the paper's
+    is_papers_point: bool = False  # else it is judged at another point than the paper's
     num_lines: int  # that a full run yields
     is_simulated: bool = False
-    plot: Callable[[Sequence[Line], "Figure"], None] | None = None
+    plot: Callable[[Sequence[Line], Figure], None] | None = None
     model: str | None = None  # hub id of the weights; None: --model cannot name others
 
     @property

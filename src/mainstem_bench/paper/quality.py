@@ -20,7 +20,6 @@ When a claim counts as reproduced:
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.core.config import (
@@ -41,12 +40,10 @@ from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.lengths import SHOTS, shipped
 from mainstem_bench.paper.results import one
+from mainstem_bench.paper.style import Figure
 from mainstem_bench.truncated_questions import QuestionSet, ask, compare, read_documents
 from mainstem_bench.truncation import read_on, read_text, read_whole
 from mainstem_bench.ways import WAYS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CUT_WAYS = {"recompute": "TT", "kv": "AS", "important": "AS, by attention", "naive": "NKVT"}
 CLOSE, NEAR = 0.005, 0.05  # by how much perplexity with kv may differ from that with recompute
@@ -164,7 +161,7 @@ def run_answers(model: RealModel, settings: Settings) -> Iterator[Line]:
         yield {"model": model.label, **asdict(quality)}
 
 
-def plot_answers(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_answers(lines: Sequence[Line], figure: Figure) -> None:
     axes, tokens = figure.subplots(1, 2)
     names = [f"{shots} shot{'s' if shots > 1 else ''}" for shots in SHOTS]
     looks = {"none": style.NOTHING, "storage": style.STORED, "reads": style.OURS}
@@ -260,7 +257,7 @@ def run_perplexity(model: RealModel, settings: Settings) -> Iterator[Line]:
             yield {**asdict(reading), **about, "like": CUT_WAYS[way]}
 
 
-def plot_perplexity(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_perplexity(lines: Sequence[Line], figure: Figure) -> None:
     perplexity, agreement = figure.subplots(1, 2)
     names = ["whole", *CUT_WAYS]
     found = [one(lines, way=way) for way in names]
@@ -328,7 +325,7 @@ def run_questions(model: RealModel, settings: Settings) -> Iterator[Line]:
                 }
 
 
-def plot_questions(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_questions(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     ways = ("recompute", "kv", "important")
     looks = (style.NOTHING, style.STORED, style.OURS)

@@ -28,7 +28,6 @@ ITEMS: tuple[Item, ...] = (
         differs=ON_H200
         + "up to three launches, which overlap; the baseline has a copy of the system "
         "prompt for each sequence, so the card's cache cannot help it",
-        where=Where.GPU,
         full_s=8,
         quick_s=2,
         run=attention.run_time,
@@ -45,7 +44,6 @@ ITEMS: tuple[Item, ...] = (
         differs=ON_H200
         + "an H200 reads so fast that at small batches the launch takes a larger part of the time; "
         "the baseline has a copy of the system prompt for each sequence",
-        where=Where.GPU,
         full_s=30,
         quick_s=4,
         run=attention.run_speedup,
@@ -62,13 +60,11 @@ ITEMS: tuple[Item, ...] = (
         "vLLM's throughput; storing the prompt once (vLLM-PS) gains at most 108 %",
         differs=ON_H200 + RANDOM + CUT + "the three systems are `--share none|storage|reads`; 400 "
         "requests instead of the whole data set",
-        where=Where.GPU,
         full_s=400,
         quick_s=6,
         run=jobs.run_sharegpt,
         verdict=jobs.judge_sharegpt,
         point="Llama2-7B, system prompts of 64 and 2,048 tokens, answers of at most 256 tokens",
-        is_papers_point=False,
         num_lines=12,
         plot=jobs.plot_sharegpt,
     ),
@@ -79,13 +75,11 @@ ITEMS: tuple[Item, ...] = (
         "prompt of 2,048",
         differs=ON_H200 + RANDOM + CUT + "the limit is 15 ms per token, three times the time of an "
         "idle engine here",
-        where=Where.GPU,
         full_s=450,
         quick_s=4,
         run=serving.run_rates,
         verdict=serving.judge_rates,
         point="Llama2-7B, system prompt of 2,048 tokens, at most 15 ms per token",
-        is_papers_point=False,
         num_lines=serving.NUM_RATES,
         plot=serving.plot_rates,
     ),
@@ -100,7 +94,6 @@ ITEMS: tuple[Item, ...] = (
         run=data.run_lengths,
         verdict=data.judge_shapes,
         point="5,671 conversations, 41 of 57 subjects",
-        is_papers_point=False,
         num_lines=4,
         plot=data.plot_lengths,
     ),
@@ -114,7 +107,6 @@ ITEMS: tuple[Item, ...] = (
         + "150 requests; the paper does not say over which system its 2.2 is, "
         "here it is over storing once. vLLM 0.24 is also measured on 64+128, with 1,000 requests; "
         "vLLM 0.32 has no attention over shared prefixes any more",
-        where=Where.GPU,
         full_s=500,
         quick_s=5,
         run=jobs.run_synthetic,
@@ -137,7 +129,6 @@ ITEMS: tuple[Item, ...] = (
         run=data.run_lengths,
         verdict=data.judge_lengths,
         point="5,671 conversations, 41 of 57 subjects",
-        is_papers_point=False,
         num_lines=4,
     ),
     Item(
@@ -151,7 +142,6 @@ ITEMS: tuple[Item, ...] = (
         run=data.run_card,
         verdict=data.judge_card,
         point="the cards",
-        is_papers_point=False,
         num_lines=3,
         plot=data.plot_card,
     ),
@@ -165,14 +155,12 @@ ITEMS: tuple[Item, ...] = (
         + "500 questions instead of all 14,042, with the lengths of real ones, which are shorter "
         "than the paper's (Table 1); "
         "those of a subject run together if prefixes are shared; accuracy is in relay-answers",
-        where=Where.GPU,
         full_s=110,
         quick_s=6,
         run=tables.run_mmlu,
         verdict=tables.judge_mmlu,
         point="Llama2-7B, 500 questions of 41 subjects, prefixes of 139, 324 and 590 tokens on "
         "average",
-        is_papers_point=False,
         num_lines=9,
         plot=tables.plot_mmlu,
     ),
@@ -189,7 +177,6 @@ ITEMS: tuple[Item, ...] = (
         run=partial(quality.run_answers, quality.SMOLLM2),
         verdict=quality.judge_answers,
         point="SmolLM2-135M, 100 questions of 12 subjects",
-        is_papers_point=False,
         num_lines=9,
         plot=quality.plot_answers,
     ),
@@ -202,13 +189,11 @@ ITEMS: tuple[Item, ...] = (
         "the four letters. Sums in 16 bits depend on the batch, so accuracy counts as equal within "
         "one point, if at least 98 % of questions get the same choice. With one example, prefixes "
         "are too short for shared reads to pay",
-        where=Where.GPU,
         full_s=50,
         quick_s=20,
         run=partial(quality.run_answers, quality.QWEN),
         verdict=quality.judge_answers,
         point="Qwen2.5-Coder-1.5B, 300 questions of 12 subjects",
-        is_papers_point=False,
         num_lines=9,
         plot=quality.plot_answers,
         model=quality.QWEN.name,
@@ -220,13 +205,11 @@ ITEMS: tuple[Item, ...] = (
         "2.5 for Phi-2, 2.2 for Mistral-7B",
         differs=ON_H200 + RANDOM + CUT + "KV memory as on the paper's cards; Llama-30B on one card "
         "instead of two; jobs of 1 to 21 s",
-        where=Where.GPU,
         full_s=480,
         quick_s=8,
         run=tables.run_models,
         verdict=tables.judge_models,
         point="system prompt of 1,024 tokens, answers of at most 256 tokens, 60 to 100 requests",
-        is_papers_point=False,
         num_lines=24,
         plot=tables.plot_models,
     ),

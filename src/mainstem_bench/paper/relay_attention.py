@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from mainstem.plan.cost import H200
 from mainstem_bench.attention import measure as measure_on_cpu
@@ -12,10 +11,8 @@ from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Number, Outcome, Settings, Verdict
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import weighed
+from mainstem_bench.paper.style import Figure
 from mainstem_bench.workloads import relay_case
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SYSTEM_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 BATCHES = (4, 8, 16, 32)
@@ -78,7 +75,7 @@ def run_speedup(settings: Settings) -> Iterator[Line]:
     yield from _points(settings, [(b, c, s) for c in CONTEXTS for b in batches for s in systems])
 
 
-def plot_time(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_time(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     systems = [line["system"] for line in lines]
     each, once = ([line[name] for line in lines] for name in ("storage_us", "reads_us"))
@@ -103,7 +100,7 @@ def judge_time(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_speedup(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_speedup(lines: Sequence[Line], figure: Figure) -> None:
     looks = (style.OURS, style.STORED, style.PAPER, style.NOTHING)
     for axes, context in zip(figure.subplots(1, 2, sharey=True), CONTEXTS, strict=True):
         for look, batch in zip(looks, BATCHES, strict=True):

@@ -1,7 +1,6 @@
 """RelayAttention's data and cards: lengths (Fig. 9, Table 1) and rates of cards (Table 2)."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from mainstem_bench.paper.lengths import (
     sharegpt_turns,
 )
 from mainstem_bench.paper.results import one
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Figure
 
 BINS = 40
 PAPER_CARDS = {"A40": 696, "A100-PCIE-40GB": 1555, "A100-SXM4-80GB": 2039}  # GB/s
@@ -59,7 +56,7 @@ def run_lengths(_: Settings) -> Iterator[Line]:
         }
 
 
-def plot_lengths(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_lengths(lines: Sequence[Line], figure: Figure) -> None:
     for axes, line in zip(figure.subplots(2, 2).flat, lines, strict=True):
         axes.stairs(line["counts"], line["edges"], fill=True, color=style.OURS["color"])
         axes.axvline(line["mean"], label=f"mean {line['mean']:.0f}", **style.LIMIT)
@@ -109,7 +106,7 @@ def run_card(settings: Settings) -> Iterator[Line]:
     yield from projections.run_relay(settings)
 
 
-def plot_card(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_card(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     ours = lines[0]
     names = [*PAPER_CARDS, ours["name"].removeprefix("NVIDIA ")]

@@ -1,7 +1,6 @@
 """RelayAttention's batch jobs, Fig. 7 and 10, each for the paper's three systems."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,10 +14,7 @@ from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival, rival_job
 from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Axes, Figure
 
 LLAMA_7B = Size("llama2-7b", 160_000)
 SYSTEM_TOKENS = (64, 512, 1024, 2048)
@@ -65,7 +61,7 @@ def run_sharegpt(settings: Settings) -> Iterator[Line]:
             yield sharegpt_line(settings, LLAMA_7B, system, share, 400)
 
 
-def plot_sharegpt(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_sharegpt(lines: Sequence[Line], figure: Figure) -> None:
     axes, ratios = figure.subplots(1, 2)
     systems = sorted({line["system"] for line in lines})
     for share, look in LOOKS.items():
@@ -135,7 +131,7 @@ def run_synthetic(settings: Settings) -> Iterator[Line]:
                 }  # fmt: skip
 
 
-def plot_synthetic(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_synthetic(lines: Sequence[Line], figure: Figure) -> None:
     axes, ratios = figure.subplots(1, 2)
     _plot_lengths(axes, only(lines, user=64))
     names, times = [], []
@@ -152,7 +148,7 @@ def plot_synthetic(lines: Sequence[Line], figure: "Figure") -> None:
     style.finish(ratios, title, "user + answer tokens, system prompt", "times as fast")
 
 
-def _plot_lengths(axes: "Axes", lines: Sequence[Line]) -> None:
+def _plot_lengths(axes: Axes, lines: Sequence[Line]) -> None:
     systems = sorted({line["system"] for line in lines})
     for share, look in LOOKS.items():
         found = sorted(only(lines, share=share.value), key=lambda line: line["system"])

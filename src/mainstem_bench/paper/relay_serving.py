@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, MOST_ANSWER, NAMES
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import can_be_sustained, weighed
+from mainstem_bench.paper.style import Figure
 from mainstem_bench.report import spread
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SYSTEM = 2048
 LONG_S = (
@@ -109,7 +106,7 @@ def _limit_per_s(line: Line) -> float:
     return limit_per_s(LLAMA_7B, 1, line["requests"], lengths)
 
 
-def plot_rates(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_rates(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     for share, look in LOOKS.items():
         found = only(lines, share=share.value)

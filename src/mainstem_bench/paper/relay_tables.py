@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +14,7 @@ from mainstem_bench.paper.lengths import SHOTS, mmlu_subjects
 from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, SHORT, sharegpt_line
 from mainstem_bench.paper.results import one
 from mainstem_bench.paper.rules import LEAST_RUNS, gain_of, weighed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Figure
 
 MMLU_ANSWER = 32
 MODELS = {  # KV tokens: as many as fit on an 80 GB card beside the weights, for 30B on two cards
@@ -52,7 +49,7 @@ def run_models(settings: Settings) -> Iterator[Line]:
                 yield {"model": name, **found}
 
 
-def plot_models(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_models(lines: Sequence[Line], figure: Figure) -> None:
     for axes, system in zip(figure.subplots(1, 2, sharey=True), (512, 1024), strict=True):
         series = {}
         for share, look in LOOKS.items():
@@ -106,7 +103,7 @@ def run_mmlu(settings: Settings) -> Iterator[Line]:
             yield {"shots": shots, "mean_prefix": mean, "paper_name": SYSTEMS[share], **found}
 
 
-def plot_mmlu(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_mmlu(lines: Sequence[Line], figure: Figure) -> None:
     axes, paper = figure.subplots(1, 2)
     names = [f"{shots} shot{'s' if shots > 1 else ''}" for shots in SHOTS]
     ours = {

@@ -1,7 +1,6 @@
 """Numbers of turns and lengths of ShareGPT's conversations (AttentionStore Fig. 2)."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,9 +8,7 @@ from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.lengths import sharegpt_turns
 from mainstem_bench.paper.results import one
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Figure
 
 MOST_TURNS, MOST_TOKENS = 40, 32_768  # limits of the paper's plots
 
@@ -39,7 +36,7 @@ def run_sessions(_: Settings) -> Iterator[Line]:
     }
 
 
-def plot_sessions(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_sessions(lines: Sequence[Line], figure: Figure) -> None:
     turns, tokens = figure.subplots(1, 2)
     line = one(lines, part="turns")
     turns.bar(range(1, MOST_TURNS + 1), line["counts"], color=style.OURS["color"])

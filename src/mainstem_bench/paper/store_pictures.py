@@ -1,16 +1,13 @@
 """Plots and verdicts of what `store_engine` measures."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mainstem.core.tables import gigabytes
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Gain, Line, Number, Outcome, Runs, Verdict
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import gain_of, weighed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Figure
 
 WAYS = {"recompute": style.NOTHING, "load first": style.STORED, "by layers": style.OURS}
 POLICY_NAMES = {"lookahead": "look-ahead", "lru": "LRU", "fifo": "FIFO"}
@@ -20,7 +17,7 @@ LLAMA_13B_BYTES = 2 * 40 * 5120 * 2  # a token's K and V in 40 layers, bf16
 BUFFERS = {"all": "none", "0": "0", "5": "5", "10": "10", "15": "15", "auto": "auto"}
 
 
-def plot_phases(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_phases(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     for phase, look in (("prefill", style.OURS), ("decode step", style.STORED)):
         found = only(lines, phase=phase)
@@ -46,7 +43,7 @@ def judge_phases(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_turns(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_turns(lines: Sequence[Line], figure: Figure) -> None:
     tokens, times = figure.subplots(1, 2)
     turns = [line["turn"] for line in lines]
     tokens.plot(turns, [line["history"] for line in lines], label="history", **style.NOTHING)
@@ -73,7 +70,7 @@ def judge_turns(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_loading(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_loading(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     sizes = sorted({line["history"] for line in lines})
     names = [f"{line['history']}/{line['new']}" for line in only(lines, way="recompute")]
@@ -115,7 +112,7 @@ def judge_loading(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_buffers(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_buffers(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     names = [BUFFERS[line["layers"]] for line in lines]
     style.bars(axes, names, {"here": ([line["ms"] for line in lines], style.OURS)}, "{:.1f}")
@@ -144,7 +141,7 @@ def judge_buffers(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_saving(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_saving(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     sizes = sorted({line["prompt"] for line in lines})
     series = {
@@ -181,7 +178,7 @@ def judge_saving(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_policies(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_policies(lines: Sequence[Line], figure: Figure) -> None:
     times, found = figure.subplots(1, 2)
     looks = dict(zip(POLICY_NAMES, (style.OURS, style.STORED, style.NOTHING), strict=True))
     seconds, shares = {}, {}
@@ -230,18 +227,18 @@ def _range(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def plot_ttft(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_ttft(lines: Sequence[Line], figure: Figure) -> None:
     _plot_documents(lines, figure, "ttft_ms", "ms to the first token", "prefill_tokens_per_s",
                     "prompt tokens a second")  # fmt: skip
 
 
-def plot_tasks(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_tasks(lines: Sequence[Line], figure: Figure) -> None:
     _plot_documents(lines, figure, "task_ms", "ms a task", "answer_tokens_per_s",
                     "answer tokens a second")  # fmt: skip
 
 
 def _plot_documents(
-    lines: Sequence[Line], figure: "Figure", left: str, left_y: str, right: str, right_y: str
+    lines: Sequence[Line], figure: Figure, left: str, left_y: str, right: str, right_y: str
 ) -> None:
     for axes, name, y in zip(figure.subplots(1, 2), (left, right), (left_y, right_y), strict=True):
         for way, look in (("recompute", style.NOTHING), ("store", style.OURS)):

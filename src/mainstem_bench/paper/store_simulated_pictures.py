@@ -2,16 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Number, Outcome, Verdict
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import agreed
 from mainstem_bench.paper.store_simulated import MODELS, PCIE_GB_PER_S, POLICIES, ratio
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mainstem_bench.paper.style import Figure
 
 PAPER_CAPACITY = {0.1: 0.51, 0.25: 0.98}  # share of CCpUT -> hit rate
 CAPACITY_TOLERANCE = 0.1  # as for the hit rates of Fig. 13
@@ -30,7 +27,7 @@ class Compared:
     tolerance: float  # 0.1: the claim holds here between 90 and 110 % of the paper's number
     note: Callable[[Sequence[Line]], str] = lambda _: ""
 
-    def plot(self, lines: Sequence[Line], figure: "Figure") -> None:
+    def plot(self, lines: Sequence[Line], figure: Figure) -> None:
         axes = figure.subplots()
         ours = [self.of(lines, model) for model in MODELS]
         series = {"simulated here": (ours, style.OURS), "paper": (self.paper, style.PAPER)}
@@ -129,7 +126,7 @@ def _storage(lines: Sequence[Line]) -> str:
 COST = Compared("cost, reduction in %", _saved("cost"), (70, 43, 66, 68), "{:.0f}", 0.25, _storage)
 
 
-def plot_policies(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_policies(lines: Sequence[Line], figure: Figure) -> None:
     hits, times = figure.subplots(1, 2)
     sizes = list(dict.fromkeys((line["host_gb"], line["disk_gb"]) for line in lines))
     names = [f"{host:g}/\n{disk:g}" for host, disk in sizes]
@@ -188,7 +185,7 @@ PAPER_MEDIA = {
 }
 
 
-def plot_overflow(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_overflow(lines: Sequence[Line], figure: Figure) -> None:
     hits, lost = figure.subplots(1, 2)
     rates = {
         way: [100 * one(lines, model=model, way=way)["hit_rate"] for model in MODELS]
@@ -218,7 +215,7 @@ def judge_overflow(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_media(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_media(lines: Sequence[Line], figure: Figure) -> None:
     ours, theirs = figure.subplots(1, 2, sharey=True)
     looks = (style.NOTHING, style.STORED, style.OURS)
     names = [model.replace("-", "\n") for model in MODELS]
@@ -260,7 +257,7 @@ def judge_media(lines: Sequence[Line]) -> Verdict:
     )
 
 
-def plot_capacity(lines: Sequence[Line], figure: "Figure") -> None:
+def plot_capacity(lines: Sequence[Line], figure: Figure) -> None:
     hits, speed = figure.subplots(1, 2)
     points = only(lines, part="point")
     x = [point["share"] for point in points]

@@ -3,8 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+if TYPE_CHECKING:  # matplotlib is an extra
+    from matplotlib import axes, figure
+
+    Axes = axes.Axes
+    Figure = figure.Figure
+else:
+    Axes = Figure = Any
 
 Look = dict[str, Any]
 
@@ -18,7 +23,7 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "--")
 SERIES = (OURS, PAPER, RIVAL, STORED, NOTHING)
 
 
-def finish(axes: "Axes", title: str, x: str, y: str, *, legend: bool = True) -> None:
+def finish(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> None:
     """Add labels, a light grid, and the legend where it covers least; with bars, above them."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x, fontsize=9)
@@ -42,13 +47,13 @@ def finish(axes: "Axes", title: str, x: str, y: str, *, legend: bool = True) -> 
         axes.legend(fontsize=8, frameon=False, **place)
 
 
-def _num_columns(axes: "Axes") -> int:
+def _num_columns(axes: Axes) -> int:
     spec = axes.get_subplotspec()
     return 1 if spec is None else int(spec.get_gridspec().ncols)
 
 
 def bars(
-    axes: "Axes",
+    axes: Axes,
     groups: Sequence[str],
     series: Mapping[str, tuple[Sequence[float | None], Mapping[str, Any]]],
     form: str = "{:.2g}",
@@ -79,7 +84,7 @@ def bars(
     axes.set_xticks(range(len(groups)), groups)
 
 
-def log_y(axes: "Axes") -> None:
+def log_y(axes: Axes) -> None:
     """Make the y axis logarithmic, with ticks at 1, 2 and 5, as plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415 (an extra)
 
@@ -89,7 +94,7 @@ def log_y(axes: "Axes") -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def log2_ticks(axes: "Axes", values: Sequence[float]) -> None:
+def log2_ticks(axes: Axes, values: Sequence[float]) -> None:
     """Make the x axis logarithmic, with ticks at the measured points."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(values), [f"{value:g}" for value in values])

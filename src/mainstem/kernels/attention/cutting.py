@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.shape import Floats, Kind, Shape
+from mainstem.kernels.attention.shape import Floats, Shape, UnitKind
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -185,7 +185,7 @@ def _ways(of: Sorted, shape: Shape) -> list[Way]:
 
 
 def _works(
-    of: Sorted, part: slice, kind: Kind, places: list[float], shape: Shape
+    of: Sorted, part: slice, kind: UnitKind, places: list[float], shape: Shape
 ) -> list[tuple[Floats, Work]]:
     """Stretches of one kind of span, and the units that they give, for each number of places. Spans
     are cut into equal parts, as if each place had one unit and all units the same number of keys.

@@ -248,7 +248,7 @@ class SpanAttention:
             num_programs = num_sms * tiles.programs_per_sm
             self._merge_programs = num_sms * MERGES_PER_SM
         self._overlaps = can_overlap(device)
-        self._shape = Shape(
+        self.shape = Shape(  # what plans depend on besides the spans
             group=heads // kv_heads,
             kv_heads=kv_heads,
             page_size=page_size,
@@ -264,7 +264,7 @@ class SpanAttention:
         self._descriptors: dict[int, _Descriptors] = {}
 
     def _make_buffers(self, partials: Tensor | None) -> None:
-        limits, shape, device = self._limits, self._shape, self._device
+        limits, shape, device = self._limits, self.shape, self._device
         # `pieces_of_token` bounds the pieces of a token in an uncut span. By cutting, each program
         # gets at most four large units and two small ones more.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
@@ -309,11 +309,6 @@ class SpanAttention:
         fewer = Launches(large=False, merge=True), Launches(large=False, merge=False)
         return fewer if self._hopper is None else (ALL_LAUNCHES, *fewer)
 
-    @property
-    def shape(self) -> Shape:
-        """What plans depend on besides the spans."""
-        return self._shape
-
     def plan(self, spans: Spans) -> Launches:
         """Describe the next `run`s; returns the launches that they need. Copies the plan to the
         device on the current stream, and does not wait for the copy.
@@ -325,8 +320,8 @@ class SpanAttention:
         if self._last is not None and self._last.holds_for(spans):
             plan = self._last.of_step(spans)
         else:
-            plan = make_plan(spans, self._shape)
-        if not self.fits(plan) and self._shape.fixed_stretch is None:
+            plan = make_plan(spans, self.shape)
+        if not self.fits(plan) and self.shape.fixed_stretch is None:
             return self.send(self._smaller_plan(spans))
         launches = self.send(plan)
         self._last = plan
@@ -341,7 +336,7 @@ class SpanAttention:
         for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
             fewer = unshare(spans, self._page_size, least_queries)
             self._check_spans(fewer)
-            plan = make_plan(fewer, replace(self._shape, can_cut=can_cut))
+            plan = make_plan(fewer, replace(self.shape, can_cut=can_cut))
             if self.fits(plan):
                 break
         return plan
@@ -376,7 +371,7 @@ class SpanAttention:
             raise LayoutError("a span has more key_tokens than slots in its pages")
         if np.count_nonzero(spans.is_causal & (queries > spans.key_tokens)):
             raise LayoutError("a causal span has more queries than key_tokens")
-        if spans.first_keys is not None and not self._shape.has_windows:
+        if spans.first_keys is not None and not self.shape.has_windows:
             raise LayoutError("first_keys are for a SpanAttention that has_window")
         if spans.first_keys is not None and len(spans.first_keys) != len(spans.query_rows):
             raise LayoutError("first_keys must have one entry for each of query_rows")
@@ -447,7 +442,7 @@ class SpanAttention:
         lse: Tensor | None,
         has_large: bool,
     ) -> None:
-        tiles, shape = self._tiles, self._shape
+        tiles, shape = self._tiles, self.shape
         large, small = hopper.large, hopper.small
         k, v = self._views_of(k_pages), self._views_of(v_pages)
         tensors = (
@@ -477,7 +472,7 @@ class SpanAttention:
     def _attend(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        tiles, shape = self._tiles, self._shape
+        tiles, shape = self._tiles, self.shape
         options: dict[str, object] = {"launch_pdl": True} if self._overlaps else {}
         if tiles.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = tiles.max_registers
@@ -503,7 +498,7 @@ class SpanAttention:
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse, out.stride(0), out.stride(1),
             HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,
-            IS_ORDERED=self._shape.fixed_stretch is not None,
+            IS_ORDERED=self.shape.fixed_stretch is not None,
             HAS_LSE=lse is not None, IS_PACKED=self._is_packed, OVERLAPS=self._overlaps,
             num_warps=4 if self._dim <= 128 else 8, **options,
         )  # fmt: skip
@@ -526,7 +521,7 @@ class SpanAttention:
         found = self._descriptors.get(pages.data_ptr())
         if found is None or found.shape != tuple(pages.shape):
             rows, hopper = pages.view(-1, self._head_dim), self._hopper
-            fold, page_size = self._shape.fold, self._page_size
+            fold, page_size = self.shape.fold, self._page_size
             found = _Descriptors(
                 shape=tuple(pages.shape),
                 small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
@@ -553,7 +548,7 @@ class SpanAttention:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         tail = (self._heads, self._head_dim)
-        page = (self._shape.kv_heads, self._page_size, self._head_dim)
+        page = (self.shape.kv_heads, self._page_size, self._head_dim)
         for name, tensor, shape in (
             ("q", q, tail), ("out", out, tail),
             ("k_pages", k_pages, page), ("v_pages", v_pages, page),

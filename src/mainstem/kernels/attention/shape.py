@@ -23,7 +23,7 @@ MOST_SMALL_ROWS = 32
 FOLDS = (1, 2, 4, 8)
 
 
-class Kind(NamedTuple):
+class UnitKind(NamedTuple):
     """What all units of a kind have in common."""
 
     rows: int  # maximum rows of a unit, for each of its KV heads
@@ -97,9 +97,9 @@ class Shape:
         return min(max(self.group, LEAST_ROWS // self.fold), self.small.rows)
 
     @cached_property
-    def large(self) -> Kind:
+    def large(self) -> UnitKind:
         tiles, pace = self.tiles, self.tiles.pace
-        return Kind(
+        return UnitKind(
             rows=tiles.large_q,
             units=self.kv_heads,
             # A large unit takes a whole multiprocessor if large units have their own kernel.
@@ -111,9 +111,9 @@ class Shape:
         )
 
     @cached_property
-    def small(self) -> Kind:
+    def small(self) -> UnitKind:
         step, pace = self.tiles.small_k // self.fold, self.tiles.pace
-        return Kind(
+        return UnitKind(
             rows=self.small_q // (self.fold * self.splits),
             units=self.kv_heads // self.fold,
             slots=self.num_programs,

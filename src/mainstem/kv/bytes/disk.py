@@ -135,7 +135,7 @@ class DiskTier:
         self._next_record = 0  # every record from here on was never used
         self._skip_used()
         self._full_until_s = 0.0
-        self._num_pending = 0
+        self.num_writes_pending = 0  # whose outcome `poll` has not returned
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: read `_again`
         self._again: SimpleQueue[_RecordRead] = SimpleQueue()  # pages of failed runs: read first
@@ -151,11 +151,6 @@ class DiskTier:
             thread.start()
 
     # --- the owner's calls ----------------------------------------------------------------------
-
-    @property
-    def num_writes_pending(self) -> int:
-        """Pages given to `write` whose outcome `poll` has not returned."""
-        return self._num_pending
 
     @property
     def num_places(self) -> int:
@@ -185,7 +180,7 @@ class DiskTier:
 
     def write(self, job: WriteJob) -> None:
         """Write a page; its buffer must not change until `poll` returns the outcome."""
-        self._num_pending += 1
+        self.num_writes_pending += 1
         self._orders.put(_RecordWrite(job, self._records[job.key]))
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float = float("inf")) -> None:
@@ -229,7 +224,7 @@ class DiskTier:
             if isinstance(done, Read):
                 yield done
                 continue
-            self._num_pending -= 1
+            self.num_writes_pending -= 1
             if isinstance(done, _Committed):
                 self._crc32s[self._records[done.key]] = done.crc32
                 yield Written(done.key)

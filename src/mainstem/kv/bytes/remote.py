@@ -182,7 +182,7 @@ class RemoteTier:
         self._prefix = b"mainstem:" + self._digest(NAME_BYTES, settings.identity)[:8].hex().encode()
         self.num_places = max(1, settings.max_bytes // page_bytes)
         self.link = DistantLink(FIRST_RATE)
-        self._num_pending = 0
+        self.num_writes_pending = 0  # whose outcome `poll` has not returned
         self._num_reads = 0
         self._next_reader = 0
         self._down_until_s = self._full_until_s = 0.0
@@ -233,10 +233,6 @@ class RemoteTier:
         """Whether the server is up and not full. Unlike a disk, it has no records to take."""
         return self.is_open and monotonic() >= self._full_until_s
 
-    @property
-    def num_writes_pending(self) -> int:
-        return self._num_pending
-
     def recover(self) -> Sequence[FoundPage]:
         """Return nothing: the server does not list its pages; `ask` finds them."""
         return []
@@ -259,7 +255,7 @@ class RemoteTier:
 
     def write(self, job: WriteJob) -> None:
         """Send a page; its buffer must not change until `poll` returns the outcome."""
-        self._num_pending += 1
+        self.num_writes_pending += 1
         self._writer.put(_Writes(deque([job])))
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
@@ -315,7 +311,7 @@ class RemoteTier:
         if isinstance(done, Read):
             self._num_reads -= 1
         elif isinstance(done, Written):
-            self._num_pending -= 1
+            self.num_writes_pending -= 1
             if done.problem in (FULL, CLUSTER, REFUSED):
                 self._full_until_s = monotonic() + FULL_PAUSE_S
 

@@ -26,15 +26,11 @@ class SegmentFiles:
     def __init__(self, folder: Path, page_bytes: int) -> None:
         self._folder = folder
         self._page_bytes = page_bytes
-        self._record_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
-        self.records_per_segment = max(1, SEGMENT_BYTES // self._record_bytes)
+        self.record_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
+        self.records_per_segment = max(1, SEGMENT_BYTES // self.record_bytes)
         self._files: dict[int, int] = {}
         self._lock = Lock()
         self._direct = getattr(os, "O_DIRECT", 0) if page_bytes % ALIGNMENT == 0 else 0
-
-    @property
-    def record_bytes(self) -> int:
-        return self._record_bytes
 
     def read(self, record: int, *buffers: memoryview) -> None:
         """Read consecutive records, beginning with this one, into the buffers; raises OSError, or
@@ -54,7 +50,7 @@ class SegmentFiles:
 
     def are_neighbours(self, record: int, other: int) -> bool:
         """Whether one read can fill the buffers of both records, in this order."""
-        has_gap = self._record_bytes != self._page_bytes
+        has_gap = self.record_bytes != self._page_bytes
         return other == record + 1 and other % self.records_per_segment != 0 and not has_gap
 
     def write(self, record: int, buffer: memoryview) -> None:
@@ -119,7 +115,7 @@ class SegmentFiles:
 
     def _place(self, record: int) -> tuple[int, int]:
         segment, index = divmod(record, self.records_per_segment)
-        return segment, index * self._record_bytes
+        return segment, index * self.record_bytes
 
     def _open(self, segment: int, is_new: bool) -> int:
         with self._lock:

@@ -1,6 +1,6 @@
 """Families: one file each, which turns a config.json into a recipe (models/spec.py).
 
-To add one, write a file in this folder and add its FAMILY below; docs/add-a-model.md shows how.
+To add one, write a file in this folder and add its name below; docs/add-a-model.md shows how.
 """
 
 from collections.abc import Collection, Mapping
@@ -56,63 +56,14 @@ from mainstem.models.quantized.config import read_quantized
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weight_files import embedding_dtype
 
-FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    mistral.FAMILY,
-    mistral.MINISTRAL,
-    mistral.MINISTRAL3,
-    mistral.WITH_VISION,
-    mixtral.FAMILY,
-    qwen.QWEN2,
-    qwen.QWEN3,
-    qwen_moe.QWEN2,
-    qwen_moe.QWEN3,
-    qwen_hybrid.QWEN3_NEXT,
-    qwen_hybrid.QWEN35,
-    qwen_hybrid.QWEN35_WITH_VISION,
-    qwen_hybrid.QWEN35_MOE,
-    qwen_hybrid.QWEN35_MOE_WITH_VISION,
-    gemma.GEMMA1,
-    gemma.GEMMA2,
-    gemma.GEMMA3,
-    gemma.GEMMA3_WITH_VISION,
-    gemma4.GEMMA4,
-    gemma4.GEMMA4_WITH_VISION,
-    gpt_oss.FAMILY,
-    phi.FAMILY,
-    phi3.FAMILY,
-    smollm3.FAMILY,
-    granite.GRANITE,
-    granite.GRANITE_MOE,
-    granite.GRANITE4,
-    olmo.OLMO,
-    olmo.OLMO2,
-    olmo.OLMO3,
-    olmo.OLMOE,
-    cohere.COHERE,
-    cohere.COHERE2,
-    glm.GLM,
-    glm.GLM4,
-    glm_moe.GLM,
-    glm_moe.DOTS1,
-    glm_moe.MINIMAX,
-    exaone.FAMILY,
-    ernie.DENSE,
-    ernie.MOE,
-    seed_oss.FAMILY,
-    starcoder2.FAMILY,
-    nemotron.FAMILY,
-    nemotron_h.FAMILY,
-    falcon_h1.FAMILY,
-    hunyuan.DENSE,
-    hunyuan.MOE,
-    lfm2.LFM2,
-    lfm2.LFM2_MOE,
-    arcee.FAMILY,
-    cwm.FAMILY,
-    falcon.FAMILY,
-    gpt_neox.FAMILY,
-    stablelm.FAMILY,
+# in the order in which they are listed for users
+_MODULES = (
+    llama, mistral, mixtral, qwen, qwen_moe, qwen_hybrid, gemma, gemma4, gpt_oss, phi, phi3,
+    smollm3, granite, olmo, cohere, glm, glm_moe, exaone, ernie, seed_oss, starcoder2, nemotron,
+    nemotron_h, falcon_h1, hunyuan, lfm2, arcee, cwm, falcon, gpt_neox, stablelm,
+)  # fmt: skip
+FAMILIES = tuple(
+    each for module in _MODULES for each in vars(module).values() if isinstance(each, Family)
 )
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 

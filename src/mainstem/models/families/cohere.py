@@ -5,30 +5,20 @@ others have no rope."""
 from dataclasses import replace
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    Sizes,
-    full_attention,
-    gated_mlp,
-    layer_norm,
-    layer_types,
-    make_spec,
-    read_rope,
-    read_sizes,
-    with_window,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family, Sizes
 from mainstem.models.spec import AttentionSpec, ModelSpec, Residual, RopeSpec, layers_of
 
 
 def _read_cohere(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
+    sizes = common.read_sizes(config)
     config.only("use_qk_norm", False)  # Command R+: a LayerNorm of each head
-    attention = full_attention(sizes.head_dim, _read_rope(config, sizes, theta=500_000.0))
+    attention = common.full_attention(sizes.head_dim, _read_rope(config, sizes, theta=500_000.0))
     return _spec(config, sizes, [attention] * sizes.layers)
 
 
 def _read_cohere2(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
+    sizes = common.read_sizes(config)
     config.only("use_qk_norm", False)
     config.only("use_parallel_block", True)
     config.only("use_gated_activation", True)
@@ -38,34 +28,32 @@ def _read_cohere2(config: Config) -> ModelSpec:
     config.only("rotary_pct", 1.0)
     for field in ("order_of_interleaved_layers", "cache_implementation"):
         config.get(field)  # the pattern of layers, in words
-    rotated = full_attention(sizes.head_dim, _read_rope(config, sizes, theta=10_000.0))
+    rotated = common.full_attention(sizes.head_dim, _read_rope(config, sizes, theta=10_000.0))
     kinds = {
-        "sliding_attention": with_window(config, rotated, default=4096),
-        "full_attention": full_attention(sizes.head_dim, None),
+        "sliding_attention": common.with_window(config, rotated, default=4096),
+        "full_attention": common.full_attention(sizes.head_dim, None),
     }
     pattern = config.whole("sliding_window_pattern", 4)
     if config.has("layer_switch"):
         config.only("layer_switch", pattern)
-    types = layer_types(config, sizes.layers, pattern=pattern)
+    types = common.layer_types(config, sizes.layers, pattern=pattern)
     return _spec(config, sizes, [kinds[kind] for kind in types])
 
 
 def _read_rope(config: Config, sizes: Sizes, theta: float) -> RopeSpec:
-    return replace(read_rope(config, sizes, theta=theta), has_adjacent_pairs=True)
+    return replace(common.read_rope(config, sizes, theta=theta), has_adjacent_pairs=True)
 
 
 def _spec(config: Config, sizes: Sizes, kinds: list[AttentionSpec]) -> ModelSpec:
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
-        layers_of(kinds, gated_mlp(config)),
-        replace(layer_norm(config), has_bias=False),
+        layers_of(kinds, common.gated_mlp(config)),
+        replace(common.layer_norm(config), has_bias=False),
         is_tied=True,
         residual=Residual.PARALLEL,
         logit_scale=config.number("logit_scale", 0.0625),
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 

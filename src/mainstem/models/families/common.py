@@ -97,10 +97,13 @@ def make_spec(
     norm: NormSpec,
     *,
     is_tied: bool = False,
+    has_bias: bool = False,
     **features: Unpack[Features],
 ) -> ModelSpec:
     """The recipe, without the name of the architecture. `is_tied` is the default if the file does
-    not say whether head and embedding are tied."""
+    not say whether head and embedding are tied. `has_bias`: all products of attention have one."""
+    if has_bias:
+        features["has_qkv_bias"] = features["has_out_bias"] = True
     bos_ids = config.token_ids("bos_token_id")
     return ModelSpec(
         architecture="",
@@ -176,6 +179,14 @@ def plain_mlp(config: Config, activation: str, *, has_bias: bool) -> MlpSpec:
 def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
     """Every token sees all tokens before it."""
     return AttentionSpec(rope, default_scale(head_dim, rope))
+
+
+def rotated(
+    config: Config, sizes: Sizes, *, theta: float = 10000.0, rotary_share: float | None = None
+) -> AttentionSpec:
+    """Every token sees all tokens before it, by the rope of the file; see `read_rope`."""
+    rope = read_rope(config, sizes, theta=theta, rotary_share=rotary_share)
+    return full_attention(sizes.head_dim, rope)
 
 
 def default_scale(head_dim: int, rope: RopeSpec | None) -> float:

@@ -4,16 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    gated_mlp,
-    make_spec,
-    read_activation,
-    read_rope,
-    read_sizes,
-    rms_norm,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.names import Names
 from mainstem.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
@@ -44,7 +36,7 @@ def _read_moe(config: Config) -> ModelSpec:
         num_experts=config.whole("moe_num_experts", 64),
         top_k=config.whole("moe_k", 6),
         size=size,
-        activation=read_activation(config),
+        activation=common.read_activation(config),
         shared_size=None if num_shared == 0 else shared * size,
         has_choice_bias=True,
         weight_floor=config.number("moe_norm_min", 1e-12),
@@ -59,23 +51,21 @@ def _read_moe(config: Config) -> ModelSpec:
 
 
 def _mlp(config: Config) -> MlpSpec:
-    return gated_mlp(config, has_bias=config.flag("use_bias"))
+    return common.gated_mlp(config, has_bias=config.flag("use_bias"))
 
 
 def _read(config: Config, mlps: Sequence[MlpSpec | ExpertsSpec], names: Names) -> ModelSpec:
-    sizes = read_sizes(config, head_dim=None if config.has("moe_num_experts") else 128)
-    rope = replace(read_rope(config, sizes, theta=500_000.0), has_adjacent_pairs=True)
-    has_bias = config.flag("use_bias")
-    attention = full_attention(sizes.head_dim, rope)
-    return make_spec(
+    sizes = common.read_sizes(config, head_dim=None if config.has("moe_num_experts") else 128)
+    rope = replace(common.read_rope(config, sizes, theta=500_000.0), has_adjacent_pairs=True)
+    attention = common.full_attention(sizes.head_dim, rope)
+    return common.make_spec(
         config,
         sizes,
         [LayerSpec(attention, mlp) for mlp in mlps],
-        rms_norm(config, 1e-5),
+        common.rms_norm(config, 1e-5),
         names=names,
         is_tied=True,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("use_bias"),
     )
 
 

@@ -1,15 +1,8 @@
 """Falcon: 7B (one KV head; attention and MLP share a norm), 40B and 180B (separate norms), 11B."""
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    Sizes,
-    full_attention,
-    layer_norm,
-    make_spec,
-    read_activation,
-    read_rope,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family, Sizes
 from mainstem.models.names import Names, QkvOrder
 from mainstem.models.spec import MlpSpec, ModelSpec, Residual, same_layers
 
@@ -18,20 +11,19 @@ def _read(config: Config) -> ModelSpec:
     config.only("alibi", False)
     is_new = config.flag("new_decoder_architecture")
     sizes = _sizes(config, is_new)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    attention = common.rotated(config, sizes)
     has_bias = config.flag("bias")
     residual = _residual(config, is_new)
     layers = same_layers(attention, _mlp(config, sizes.hidden, has_bias), sizes.layers)
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         layers,
-        layer_norm(config, "layer_norm_epsilon"),
+        common.layer_norm(config, "layer_norm_epsilon"),
         is_tied=True,
         names=_names(residual),
         residual=residual,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=has_bias,
     )
 
 
@@ -65,7 +57,7 @@ def _residual(config: Config, is_new: bool) -> Residual:
 def _mlp(config: Config, hidden: int, has_bias: bool) -> MlpSpec:
     size = config.whole("ffn_hidden_size", 4 * hidden)
     config.only("ff_factor", size // hidden)
-    activation = read_activation(config, "activation", "gelu")
+    activation = common.read_activation(config, "activation", "gelu")
     return MlpSpec(size, activation, is_gated=False, has_bias=has_bias)
 
 

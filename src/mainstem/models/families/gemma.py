@@ -6,18 +6,8 @@ import math
 from collections.abc import Mapping
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    Sizes,
-    full_attention,
-    layer_types,
-    make_spec,
-    read_activation,
-    read_rope,
-    read_sizes,
-    read_two_ropes,
-    rms_norm,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family, Sizes
 from mainstem.models.names import Names
 from mainstem.models.spec import (
     Activation,
@@ -35,29 +25,27 @@ _NAMES = Names(mlp_norm="pre_feedforward_layernorm")
 
 
 def _read_gemma1(config: Config) -> ModelSpec:
-    sizes = read_sizes(config, head_dim=256)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    sizes = common.read_sizes(config, head_dim=256)
+    attention = common.rotated(config, sizes)
     # the first files say "gelu" and mean its approximation; others have it in hidden_activation
     config.only("hidden_act", "gelu", "gelu_pytorch_tanh")
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("use_bidirectional_attention", False)
     mlp = MlpSpec(config.whole("intermediate_size"), Activation.GELU_TANH)
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         same_layers(attention, mlp, sizes.layers),
-        rms_norm(config, gain_offset=1.0),
+        common.rms_norm(config, gain_offset=1.0),
         is_tied=True,
         embedding_scale=math.sqrt(sizes.hidden),
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 
 def _read_gemma2(config: Config) -> ModelSpec:
     sizes = _read_sizes(config, vocab=256_000, positions=8192)
-    rope = read_rope(config, sizes)
+    rope = common.read_rope(config, sizes)
     ropes = {"full_attention": rope, "sliding_attention": rope}
     kinds = _attention(config, sizes.layers, ropes, pattern=2, cap=50.0)
     return _spec(config, sizes, kinds, QkNorm.NONE, cap=30.0)
@@ -66,7 +54,7 @@ def _read_gemma2(config: Config) -> ModelSpec:
 def _read_gemma3(config: Config) -> ModelSpec:
     sizes = _read_sizes(config, vocab=262_208, positions=131_072)
     pattern = config.whole("sliding_window_pattern", 6)
-    ropes = read_two_ropes(config, sizes, theta=1e6, local_theta=1e4)
+    ropes = common.read_two_ropes(config, sizes, theta=1e6, local_theta=1e4)
     kinds = _attention(config, sizes.layers, ropes, pattern, cap=None)
     return _spec(config, sizes, kinds, QkNorm.HEADS, cap=None)
 
@@ -90,7 +78,7 @@ def _attention(
 ) -> list[AttentionSpec]:
     """Return the attention of each layer. Unless the file lists the kinds, every `pattern`-th layer
     sees all tokens, and the others have windows."""
-    types = layer_types(config, count, pattern)
+    types = common.layer_types(config, count, pattern)
     scale = config.number("query_pre_attn_scalar", 256) ** -0.5
     softcap = _softcap(config, "attn_logit_softcapping", cap)
     window = None
@@ -116,21 +104,19 @@ def _spec(
     config: Config, sizes: Sizes, kinds: list[AttentionSpec], qk_norm: QkNorm, cap: float | None
 ) -> ModelSpec:
     config.get("hidden_act")  # in early files; hidden_activation is used instead
-    activation = read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    activation = common.read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    return common.make_spec(
         config,
         sizes,
         layers_of(kinds, MlpSpec(config.whole("intermediate_size", 9216), activation)),
-        rms_norm(config, gain_offset=1.0),
+        common.rms_norm(config, gain_offset=1.0),
         is_tied=True,
         names=_NAMES,
         norm_place=NormPlace.BOTH,
         embedding_scale=math.sqrt(sizes.hidden),
         logit_softcap=_softcap(config, "final_logit_softcapping", cap),
         qk_norm=qk_norm,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 

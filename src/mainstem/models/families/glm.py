@@ -4,15 +4,8 @@ models also have norms after attention and MLP."""
 from dataclasses import replace
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    gated_mlp,
-    make_spec,
-    read_rope,
-    read_sizes,
-    rms_norm,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.names import Names
 from mainstem.models.spec import ModelSpec, NormPlace, same_layers
 
@@ -32,14 +25,16 @@ def _read_glm4(config: Config) -> ModelSpec:
 
 
 def _read(config: Config, norm_place: NormPlace) -> ModelSpec:
-    sizes = read_sizes(config, head_dim=128)
-    rope = replace(read_rope(config, sizes, rotary_share=0.5), has_adjacent_pairs=True)
-    layers = same_layers(full_attention(sizes.head_dim, rope), gated_mlp(config), sizes.layers)
-    return make_spec(
+    sizes = common.read_sizes(config, head_dim=128)
+    rope = replace(common.read_rope(config, sizes, rotary_share=0.5), has_adjacent_pairs=True)
+    layers = same_layers(
+        common.full_attention(sizes.head_dim, rope), common.gated_mlp(config), sizes.layers
+    )
+    return common.make_spec(
         config,
         sizes,
         layers,
-        rms_norm(config, 1.5625e-7),
+        common.rms_norm(config, 1.5625e-7),
         names=_NAMES,
         norm_place=norm_place,
         has_qkv_bias=config.flag("attention_bias", True),

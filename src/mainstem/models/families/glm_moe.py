@@ -5,18 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    gated_mlp,
-    make_spec,
-    read_activation,
-    read_layer_types,
-    read_rope,
-    read_sizes,
-    rms_norm,
-    with_window,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.families.routers import read_sigmoid_experts
 from mainstem.models.names import Names
 from mainstem.models.spec import (
@@ -44,16 +34,16 @@ _MINIMAX_NAMES = Names(
 
 def _read_glm(config: Config) -> ModelSpec:
     """The layer after the last one guesses several tokens at once; it is left out."""
-    sizes = read_sizes(config, head_dim=128)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes, rotary_share=0.5))
+    sizes = common.read_sizes(config, head_dim=128)
+    attention = common.rotated(config, sizes, rotary_share=0.5)
     has_extra = bool(config.get("num_nextn_predict_layers"))
     extra = config.whole("num_nextn_predict_layers") if has_extra else 0
     ignored = tuple(f"model.layers.{sizes.layers + number}." for number in range(extra))
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         _layers(config, [attention] * sizes.layers),
-        rms_norm(config, 1e-5),
+        common.rms_norm(config, 1e-5),
         names=replace(_SHARED, ignored_beginnings=ignored),
         qk_norm=QkNorm.HEADS if config.flag("use_qk_norm") else QkNorm.NONE,
         has_qkv_bias=config.flag("attention_bias"),
@@ -62,25 +52,23 @@ def _read_glm(config: Config) -> ModelSpec:
 
 
 def _read_dots1(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    sizes = common.read_sizes(config)
+    attention = common.rotated(config, sizes)
+    return common.make_spec(
         config,
         sizes,
         _layers(config, _windowed(config, attention, sizes.layers)),
-        rms_norm(config),
+        common.rms_norm(config),
         names=_SHARED,
         qk_norm=QkNorm.HEADS,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 
 def _windowed(config: Config, attention: AttentionSpec, count: int) -> list[AttentionSpec]:
     """dots.llm1: layers from number `max_window_layers` on may have a window."""
-    types, first = read_layer_types(config, count), config.whole("max_window_layers", 62)
-    windowed = with_window(config, attention)
+    types, first = common.read_layer_types(config, count), config.whole("max_window_layers", 62)
+    windowed = common.with_window(config, attention)
     if types is None:
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
     return [windowed if kind == "sliding_attention" else attention for kind in types]
@@ -88,9 +76,9 @@ def _windowed(config: Config, attention: AttentionSpec, count: int) -> list[Atte
 
 def _layers(config: Config, attentions: Sequence[AttentionSpec]) -> list[LayerSpec]:
     config.only("moe_layer_freq", 1)
-    mlp, first = gated_mlp(config), config.whole("first_k_dense_replace", 0)
+    mlp, first = common.gated_mlp(config), config.whole("first_k_dense_replace", 0)
     shared_size = config.whole("moe_intermediate_size") * config.whole("n_shared_experts", 1)
-    experts = read_sigmoid_experts(config, read_activation(config), shared_size=shared_size)
+    experts = read_sigmoid_experts(config, common.read_activation(config), shared_size=shared_size)
     return [
         LayerSpec(attention, mlp if index < first else experts)
         for index, attention in enumerate(attentions)
@@ -98,7 +86,7 @@ def _layers(config: Config, attentions: Sequence[AttentionSpec]) -> list[LayerSp
 
 
 def _read_minimax(config: Config) -> ModelSpec:
-    sizes = read_sizes(config, head_dim=128)
+    sizes = common.read_sizes(config, head_dim=128)
     config.only("scoring_func", "sigmoid")
     config.only("use_routing_bias", True)
     config.only("use_qk_norm", True)
@@ -115,18 +103,18 @@ def _read_minimax(config: Config) -> ModelSpec:
         num_experts=config.whole("num_local_experts"),
         top_k=config.whole("num_experts_per_tok"),
         size=config.whole("intermediate_size"),
-        activation=read_activation(config),
+        activation=common.read_activation(config),
         scores=RouterScores.SIGMOID,
         has_choice_bias=True,
     )
     share = config.whole("rotary_dim", sizes.head_dim) / sizes.head_dim
-    rope = read_rope(config, sizes, theta=5_000_000.0, rotary_share=share)
-    attention = full_attention(sizes.head_dim, rope)
-    return make_spec(
+    rope = common.read_rope(config, sizes, theta=5_000_000.0, rotary_share=share)
+    attention = common.full_attention(sizes.head_dim, rope)
+    return common.make_spec(
         config,
         sizes,
         [LayerSpec(attention, experts)] * sizes.layers,
-        rms_norm(config),
+        common.rms_norm(config),
         names=_MINIMAX_NAMES,
         qk_norm=QkNorm.ROWS,
     )

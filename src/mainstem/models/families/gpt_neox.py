@@ -2,15 +2,8 @@
 of each head rotated."""
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    layer_norm,
-    make_spec,
-    plain_mlp,
-    read_rope,
-    read_sizes,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.names import Names, QkvOrder
 from mainstem.models.spec import ModelSpec, Residual, same_layers
 
@@ -31,28 +24,26 @@ _NAMES = Names(
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    rope = read_rope(
+    sizes = common.read_sizes(config)
+    rope = common.read_rope(
         config,
         sizes,
         theta=config.number("rotary_emb_base", 10_000.0),
         rotary_share=config.number("rotary_pct", 0.25),
     )
     is_parallel = config.flag("use_parallel_residual", True)
-    has_bias = config.flag("attention_bias", True)
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         same_layers(
-            full_attention(sizes.head_dim, rope),
-            plain_mlp(config, "gelu", has_bias=True),
+            common.full_attention(sizes.head_dim, rope),
+            common.plain_mlp(config, "gelu", has_bias=True),
             sizes.layers,
         ),
-        layer_norm(config),
+        common.layer_norm(config),
         names=_NAMES,
         residual=Residual.PARALLEL_TWO_NORMS if is_parallel else Residual.SERIAL,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias", True),
     )
 
 

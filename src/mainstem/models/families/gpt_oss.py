@@ -4,15 +4,8 @@ from dataclasses import replace
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    layer_types,
-    make_spec,
-    read_rope,
-    read_sizes,
-    rms_norm,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.spec import Activation, ExpertsSpec, ModelSpec, layers_of
 
@@ -25,27 +18,23 @@ _NAMES = Names(
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
+    sizes = common.read_sizes(config)
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         raise UnsupportedModel("config field rope_scaling is missing")
-    full = replace(
-        full_attention(sizes.head_dim, read_rope(config, sizes, theta=150_000.0)), has_sinks=True
-    )
+    full = replace(common.rotated(config, sizes, theta=150_000.0), has_sinks=True)
     sliding = full
     if not config.is_null("sliding_window"):
         sliding = replace(full, window=config.whole("sliding_window", 128))
-    types = layer_types(config, sizes.layers, pattern=2)
-    has_bias = config.flag("attention_bias", True)
-    return make_spec(
+    types = common.layer_types(config, sizes.layers, pattern=2)
+    return common.make_spec(
         config,
         sizes,
         layers_of(
             [full if kind == "full_attention" else sliding for kind in types], _experts(config)
         ),
-        replace(rms_norm(config, 1e-5), is_rounded_once=True),
+        replace(common.rms_norm(config, 1e-5), is_rounded_once=True),
         names=_NAMES,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias", True),
     )
 
 

@@ -1,30 +1,21 @@
 """Llama 1 to 3, and the many models in its layout (SmolLM2, TinyLlama, Yi, ...)."""
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    gated_mlp,
-    make_spec,
-    read_rope,
-    read_sizes,
-    rms_norm,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.spec import ModelSpec, same_layers
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config, _positions(config))
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
-    mlp = gated_mlp(config, has_bias=config.flag("mlp_bias"))
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    sizes = common.read_sizes(config, _positions(config))
+    attention = common.rotated(config, sizes)
+    mlp = common.gated_mlp(config, has_bias=config.flag("mlp_bias"))
+    return common.make_spec(
         config,
         sizes,
         same_layers(attention, mlp, sizes.layers),
-        rms_norm(config),
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        common.rms_norm(config),
+        has_bias=config.flag("attention_bias"),
     )
 
 

@@ -5,48 +5,37 @@ from dataclasses import replace
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    Sizes,
-    full_attention,
-    gated_mlp,
-    layer_types,
-    make_rope,
-    make_spec,
-    read_rope,
-    read_sizes,
-    rms_norm,
-    with_window,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family, Sizes
 from mainstem.models.spec import ModelSpec, RopeScaling, RopeSpec, layers_of, same_layers
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    plain = full_attention(sizes.head_dim, read_rope(config, sizes))
-    attention = with_window(config, plain, default=4096)  # as in transformers
-    layers = same_layers(attention, gated_mlp(config), sizes.layers)
-    return make_spec(config, sizes, layers, rms_norm(config))
+    sizes = common.read_sizes(config)
+    plain = common.rotated(config, sizes)
+    attention = common.with_window(config, plain, default=4096)  # as in transformers
+    layers = same_layers(attention, common.gated_mlp(config), sizes.layers)
+    return common.make_spec(config, sizes, layers, common.rms_norm(config))
 
 
 def _read_ministral(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    full = full_attention(sizes.head_dim, read_rope(config, sizes))
-    sliding = with_window(config, full, default=4096)
+    sizes = common.read_sizes(config)
+    full = common.rotated(config, sizes)
+    sliding = common.with_window(config, full, default=4096)
     kinds = {"full_attention": full, "sliding_attention": sliding}
     # unless the file lists the kinds, all layers have the window
-    types = layer_types(config, sizes.layers, pattern=sizes.layers, first_full=sizes.layers)
-    layers = layers_of([kinds[kind] for kind in types], gated_mlp(config))
-    return make_spec(config, sizes, layers, rms_norm(config))
+    types = common.layer_types(config, sizes.layers, pattern=sizes.layers, first_full=sizes.layers)
+    layers = layers_of([kinds[kind] for kind in types], common.gated_mlp(config))
+    return common.make_spec(config, sizes, layers, common.rms_norm(config))
 
 
 def _read_ministral3(config: Config) -> ModelSpec:
     """Contexts end at the original length: beyond it, queries are scaled by their positions."""
-    sizes = read_sizes(config, head_dim=128)
+    sizes = common.read_sizes(config, head_dim=128)
     rope = _read_yarn(config, sizes)
-    attention = with_window(config, full_attention(sizes.head_dim, rope))
-    layers = same_layers(attention, gated_mlp(config), sizes.layers)
-    spec = make_spec(config, sizes, layers, rms_norm(config, 1e-5))
+    attention = common.with_window(config, common.full_attention(sizes.head_dim, rope))
+    layers = same_layers(attention, common.gated_mlp(config), sizes.layers)
+    spec = common.make_spec(config, sizes, layers, common.rms_norm(config, 1e-5))
     positions = min(sizes.positions, rope.original_positions)
     part = (f"contexts of more than {positions} tokens: its queries depend on positions there",)
     return replace(spec, max_positions=positions, dropped=part)
@@ -56,7 +45,7 @@ def _read_yarn(config: Config, sizes: Sizes) -> RopeSpec:
     table = config.table("rope_scaling").merged(config.table("rope_parameters"))
     table.number("llama_4_scaling_beta", 0.1)
     table.only("max_position_embeddings", sizes.positions)
-    rope = make_rope(table, config, sizes, theta=config.number("rope_theta", 1e6))
+    rope = common.make_rope(table, config, sizes, theta=config.number("rope_theta", 1e6))
     if rope.scaling is not RopeScaling.YARN:
         raise UnsupportedModel(f"Ministral 3 is supported with YaRN, not {rope.scaling.value!r}")
     return rope

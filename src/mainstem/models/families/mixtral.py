@@ -1,16 +1,8 @@
 """Mixtral: Mistral's block with experts in place of the MLP."""
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    make_spec,
-    read_activation,
-    read_rope,
-    read_sizes,
-    rms_norm,
-    with_window,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.names import Names
 from mainstem.models.spec import ExpertsSpec, ModelSpec, layers_of
 
@@ -23,17 +15,17 @@ _NAMES = Names(
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes, theta=1e6))
-    attention = with_window(config, attention)
+    sizes = common.read_sizes(config)
+    attention = common.rotated(config, sizes, theta=1e6)
+    attention = common.with_window(config, attention)
     experts = ExpertsSpec(
         num_experts=config.whole("num_local_experts", 8),
         top_k=config.whole("num_experts_per_tok", 2),
         size=config.whole("intermediate_size"),
-        activation=read_activation(config),
+        activation=common.read_activation(config),
     )
     layers = layers_of([attention] * sizes.layers, experts)
-    return make_spec(config, sizes, layers, rms_norm(config, 1e-5), names=_NAMES)
+    return common.make_spec(config, sizes, layers, common.rms_norm(config, 1e-5), names=_NAMES)
 
 
 FAMILY = Family("Mixtral", ("MixtralForCausalLM",), _read, notes="experts")

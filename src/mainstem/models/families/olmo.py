@@ -4,20 +4,8 @@ and MLP. All but OLMo 1 have one norm over all query heads, and one over all key
 from dataclasses import replace
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    Sizes,
-    full_attention,
-    gated_mlp,
-    layer_types,
-    make_spec,
-    read_activation,
-    read_rope,
-    read_sizes,
-    read_two_ropes,
-    rms_norm,
-    with_window,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family, Sizes
 from mainstem.models.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -35,73 +23,69 @@ _PATTERN = 4  # OLMo 3: every fourth layer sees all tokens
 
 
 def _read_olmo(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
+    sizes = common.read_sizes(config)
     config.only("clip_qkv")
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    attention = common.rotated(config, sizes)
+    return common.make_spec(
         config,
         sizes,
-        same_layers(attention, gated_mlp(config), sizes.layers),
+        same_layers(attention, common.gated_mlp(config), sizes.layers),
         NormSpec(NormKind.LAYER, 1e-5, has_gain=False),
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 
 def _read_olmo2(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
-    return _normed_after(config, sizes, same_layers(attention, gated_mlp(config), sizes.layers))
+    sizes = common.read_sizes(config)
+    attention = common.rotated(config, sizes)
+    return _normed_after(
+        config, sizes, same_layers(attention, common.gated_mlp(config), sizes.layers)
+    )
 
 
 def _read_olmo3(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    ropes = read_two_ropes(config, sizes, theta=500_000.0)
-    sliding = full_attention(sizes.head_dim, ropes["sliding_attention"])
+    sizes = common.read_sizes(config)
+    ropes = common.read_two_ropes(config, sizes, theta=500_000.0)
+    sliding = common.full_attention(sizes.head_dim, ropes["sliding_attention"])
     kinds = {
-        "full_attention": full_attention(sizes.head_dim, ropes["full_attention"]),
-        "sliding_attention": with_window(config, sliding, default=4096),
+        "full_attention": common.full_attention(sizes.head_dim, ropes["full_attention"]),
+        "sliding_attention": common.with_window(config, sliding, default=4096),
     }
-    types = layer_types(config, sizes.layers, pattern=_PATTERN)
+    types = common.layer_types(config, sizes.layers, pattern=_PATTERN)
     attention: list[AttentionSpec] = [kinds[kind] for kind in types]
-    return _normed_after(config, sizes, layers_of(attention, gated_mlp(config)))
+    return _normed_after(config, sizes, layers_of(attention, common.gated_mlp(config)))
 
 
 def _normed_after(config: Config, sizes: Sizes, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         layers,
-        replace(rms_norm(config, 1e-5), is_rounded_once=True),
+        replace(common.rms_norm(config, 1e-5), is_rounded_once=True),
         norm_place=NormPlace.AFTER,
         qk_norm=QkNorm.ROWS,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 
 def _read_olmoe(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
+    sizes = common.read_sizes(config)
     config.only("clip_qkv")
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    attention = common.rotated(config, sizes)
     experts = ExpertsSpec(
         num_experts=config.whole("num_experts", 64),
         top_k=config.whole("num_experts_per_tok", 8),
         size=config.whole("intermediate_size"),
-        activation=read_activation(config),
+        activation=common.read_activation(config),
         is_normalized=config.flag("norm_topk_prob"),
     )
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         layers_of([attention] * sizes.layers, experts),
-        rms_norm(config, 1e-5),
+        common.rms_norm(config, 1e-5),
         qk_norm=QkNorm.ROWS,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 

@@ -2,42 +2,31 @@
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    Sizes,
-    full_attention,
-    gated_mlp,
-    make_spec,
-    read_activation,
-    read_rope,
-    read_sizes,
-    rms_norm,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family, Sizes
 from mainstem.models.spec import ExpertsSpec, LayerSpec, ModelSpec, QkNorm
 
 
 def _read_qwen2(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
+    sizes = common.read_sizes(config)
     shared_size = config.whole("shared_expert_intermediate_size", 5632)
     layers = _read_layers(config, sizes, shared_size)
     has_bias = config.flag("qkv_bias", True)
-    return make_spec(config, sizes, layers, rms_norm(config), has_qkv_bias=has_bias)
+    return common.make_spec(config, sizes, layers, common.rms_norm(config), has_qkv_bias=has_bias)
 
 
 def _read_qwen3(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    has_bias = config.flag("attention_bias")
+    sizes = common.read_sizes(config)
     # Qwen3-Coder says what every Qwen 3 does
     config.only("shared_expert_intermediate_size", 0)
     config.only("use_qk_norm", True)
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         _read_layers(config, sizes, None),
-        rms_norm(config),
+        common.rms_norm(config),
         qk_norm=QkNorm.HEADS,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 
@@ -45,14 +34,14 @@ def _read_layers(config: Config, sizes: Sizes, shared_size: int | None) -> list[
     """Return the layers. Each `decoder_sparse_step`-th one that is not in `mlp_only_layers` has
     experts."""
     config.get("sliding_window")  # used only with use_sliding_window, which is refused
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
-    mlp = gated_mlp(config)
+    attention = common.rotated(config, sizes)
+    mlp = common.gated_mlp(config)
     older_first = "num_experts" if config.has("num_experts") else "num_local_experts"
     experts = ExpertsSpec(
         num_experts=config.whole(older_first),
         top_k=config.whole("num_experts_per_tok"),
         size=config.whole("moe_intermediate_size"),
-        activation=read_activation(config),
+        activation=common.read_activation(config),
         is_normalized=config.flag("norm_topk_prob"),
         shared_size=shared_size,
         has_shared_gate=shared_size is not None,

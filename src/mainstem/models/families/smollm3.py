@@ -4,33 +4,25 @@ from dataclasses import replace
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    gated_mlp,
-    make_spec,
-    read_layer_types,
-    read_rope,
-    read_sizes,
-    rms_norm,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.spec import AttentionSpec, ModelSpec, layers_of
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    rotated = full_attention(sizes.head_dim, read_rope(config, sizes, theta=2_000_000.0))
-    plain = full_attention(sizes.head_dim, None)
+    sizes = common.read_sizes(config)
+    rotated = common.rotated(config, sizes, theta=2_000_000.0)
+    plain = common.full_attention(sizes.head_dim, None)
     kinds = [rotated if has_rope else plain for has_rope in _rotated_layers(config, sizes.layers)]
-    has_bias = config.flag("attention_bias")
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
-        layers_of(_windowed(config, kinds), gated_mlp(config, has_bias=config.flag("mlp_bias"))),
-        rms_norm(config),
+        layers_of(
+            _windowed(config, kinds), common.gated_mlp(config, has_bias=config.flag("mlp_bias"))
+        ),
+        common.rms_norm(config),
         is_tied=True,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 
@@ -49,7 +41,7 @@ def _rotated_layers(config: Config, count: int) -> list[bool]:
 def _windowed(config: Config, kinds: list[AttentionSpec]) -> list[AttentionSpec]:
     """Return the layers with their windows. With `use_sliding_window`, layers without a rope have a
     window, unless the file lists the kind of each layer."""
-    types = read_layer_types(config, len(kinds))
+    types = common.read_layer_types(config, len(kinds))
     window = config.get("sliding_window")
     if not config.flag("use_sliding_window") or window is None:
         return kinds

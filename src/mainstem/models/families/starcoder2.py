@@ -1,37 +1,30 @@
 """StarCoder 2: LayerNorm, a plain MLP, biases everywhere, a window in every layer."""
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    layer_norm,
-    make_spec,
-    plain_mlp,
-    read_rope,
-    read_sizes,
-    with_window,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.names import Names
 from mainstem.models.spec import ModelSpec, same_layers
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    attention = with_window(config, full_attention(sizes.head_dim, read_rope(config, sizes)))
+    sizes = common.read_sizes(config)
+    attention = common.with_window(config, common.rotated(config, sizes))
     config.only("norm_type", "layer_norm")
     config.only("mlp_type", "default")
     has_bias = config.flag("use_bias", True)
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
         same_layers(
-            attention, plain_mlp(config, "gelu_pytorch_tanh", has_bias=has_bias), sizes.layers
+            attention,
+            common.plain_mlp(config, "gelu_pytorch_tanh", has_bias=has_bias),
+            sizes.layers,
         ),
-        layer_norm(config, "norm_epsilon"),
+        common.layer_norm(config, "norm_epsilon"),
         is_tied=True,
         names=Names(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=has_bias,
     )
 
 

@@ -12,8 +12,8 @@ from mainstem.kernels.dense.fp8 import Fp8Linear
 from mainstem.kernels.dense.fp8_rows import Fp8Per, Fp8Rows
 from mainstem.kernels.dense.invariant import matmul
 from mainstem.models.gpu.packed import (
-    ChannelsLinear,
     DenseRoom,
+    Fp8Product,
     NibbleLinear,
     Unpacked,
     fp8_linear,
@@ -33,11 +33,9 @@ class Linear(Protocol):
     @property
     def fp8_per(self) -> Fp8Per | None:
         """The form of quantized rows that the product takes; None if it takes plain rows only."""
-        ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
         """x [tokens, in], buffer [tokens, out] -> output [tokens, out]."""
-        ...
 
 
 class PlainLinear:
@@ -99,12 +97,13 @@ class LinearMaker:
         if isinstance(weight, PackedWeight) and not self._is_deterministic:
             made = fp8_linear(weight, bias, self._dtype)
             # with --quantize fp8, only weights that are in fp8 per channel already stay as they are
-            is_asked = self._quantize is not Quantize.FP8 or isinstance(made, ChannelsLinear)
-            if made is not None and is_asked:
+            if made is not None and (
+                self._quantize is not Quantize.FP8 or made.fp8_per is Fp8Per.ROW
+            ):
                 return made
         if self._quantize is Quantize.FP8:
             dense = product.unpacked(self._dtype).dense
-            return ChannelsLinear(Fp8Linear.quantize(dense, bias, self._dtype))
+            return Fp8Product(Fp8Linear.quantize(dense, bias, self._dtype))
         return self._exact(product, self._room)
 
     def head(self, product: Product) -> Linear:

@@ -27,11 +27,9 @@ class GpuMlp(Protocol):
     def fp8_per(self) -> Fp8Per | None:
         """The form of quantized rows that the first product takes; None if it takes plain rows
         only."""
-        ...
 
     def __call__(self, x: Rows) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], in the workspace or in new memory."""
-        ...
 
 
 class DenseMlp:

@@ -82,25 +82,13 @@ class NibbleLinear:
         return torch.addmm(self._bias, x, columns, out=out)
 
 
-class BlocksLinear:
-    """fp8 weights with a scale for each block. Takes plain or quantized rows."""
+class Fp8Product:
+    """fp8 weights, with a scale for each output (ROW) or for each block (GROUP). Takes plain or
+    quantized rows."""
 
-    fp8_per = Fp8Per.GROUP
-
-    def __init__(self, linear: Fp8BlockLinear) -> None:
+    def __init__(self, linear: Fp8Linear | Fp8BlockLinear) -> None:
         self._linear = linear
-
-    def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
-        return self._linear(x)
-
-
-class ChannelsLinear:
-    """fp8 weights with a scale for each output. Takes plain or quantized rows."""
-
-    fp8_per = Fp8Per.ROW
-
-    def __init__(self, linear: Fp8Linear) -> None:
-        self._linear = linear
+        self.fp8_per = Fp8Per.ROW if isinstance(linear, Fp8Linear) else Fp8Per.GROUP
 
     def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
         return self._linear(x)
@@ -126,9 +114,7 @@ def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
     return None
 
 
-def fp8_linear(
-    weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> ChannelsLinear | BlocksLinear | None:
+def fp8_linear(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Fp8Product | None:
     """Return an fp8 product; None for other kinds of weights, and for fp8 weights that this card
     cannot multiply."""
     if weight.kind is not PackedKind.FP8 or weight.order is not None:
@@ -138,8 +124,8 @@ def fp8_linear(
     is_answered = device.type != "cuda" or dtype == torch.bfloat16
     if weight.group >= width and is_answered and has_fp8(device):
         scales = weight.scales.repeat_interleave(weight.block_rows, dim=0)[:out, 0].contiguous()
-        return ChannelsLinear(Fp8Linear(weight.values, scales, bias, dtype))
+        return Fp8Product(Fp8Linear(weight.values, scales, bias, dtype))
     is_blocks = weight.group == weight.block_rows == BLOCK
     if is_blocks and has_block_product(out, width, dtype, device):
-        return BlocksLinear(Fp8BlockLinear(weight.values, weight.scales, bias, dtype))
+        return Fp8Product(Fp8BlockLinear(weight.values, weight.scales, bias, dtype))
     return None

@@ -18,20 +18,16 @@ class Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
-        ...
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor; None if there is none with this name."""
-        ...
 
     def stored(self, name: str, shape: tuple[int, ...], at: tuple[slice, ...] = ()) -> Tensor:
         """A part of a tensor, on the device; raises UnsupportedModel if the tensor has another
         shape."""
-        ...
 
     def drop(self, name: str) -> None:
         """Accept a tensor that is not needed, if it is there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,6 @@ class Reader(Protocol):
 
     def has(self, files: Stored, name: str) -> bool:
         """Whether the files hold this product packed."""
-        ...
 
     def read(
         self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart

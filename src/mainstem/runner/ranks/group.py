@@ -20,20 +20,8 @@ from time import monotonic
 from mainstem.core.errors import ConfigError, EngineLost, OutOfDeviceMemory, UnsupportedModel
 from mainstem.core.interrupts import held_interrupts
 from mainstem.core.step import Step, StepResult
+from mainstem.runner.ranks import protocol
 from mainstem.runner.ranks.process import RankProcess, end_all
-from mainstem.runner.ranks.protocol import (
-    CloseRank,
-    Copied,
-    Failed,
-    FromRank,
-    Loaded,
-    LoadPages,
-    Opened,
-    SavePages,
-    StepEnded,
-    ToRank,
-    encode,
-)
 
 MAX_AHEAD = 2  # steps that a rank may have in its queue: one runs, one waits
 # after a rank reports an error, wait this long for another rank's death that may have caused it
@@ -57,7 +45,7 @@ class Copy:
     def is_done(self) -> bool:
         return min(self._done) == self._num_layers
 
-    def note(self, rank: int, copied: Copied) -> None:
+    def note(self, rank: int, copied: protocol.Copied) -> None:
         """Record progress; the caller holds the group's lock."""
         self._done[rank] = copied.num_layers
         self._seconds = max(self._seconds, copied.seconds)
@@ -83,8 +71,8 @@ class RankGroup:
         self._processes = processes
         self._changed = Condition()  # guards the fields below
         self._lost: Exception | None = None
-        self._failures: list[tuple[int, Failed]] = []
-        self._loaded: dict[int, Loaded] = {}
+        self._failures: list[tuple[int, protocol.Failed]] = []
+        self._loaded: dict[int, protocol.Loaded] = {}
         self._num_opened = 0
         self._num_launched = 0
         self._num_ended = [0] * len(processes)
@@ -120,7 +108,7 @@ class RankGroup:
             if not is_true():
                 self.check()
 
-    def wait_loaded(self) -> list[Loaded]:
+    def wait_loaded(self) -> list[protocol.Loaded]:
         """Wait until every rank has loaded its part; raises the error if one could not."""
         self.wait_until(lambda: len(self._loaded) == self.num_ranks)
         return [self._loaded[rank] for rank in range(self.num_ranks)]
@@ -129,11 +117,11 @@ class RankGroup:
         """Wait until every rank can copy pages."""
         self.wait_until(lambda: self._num_opened == self.num_ranks)
 
-    def send(self, message: ToRank) -> None:
+    def send(self, message: protocol.ToRank) -> None:
         """Send a message to every rank; blocks while a rank's socket is full."""
         assert not self._is_closing, "the ranks were closed"
         self.check()
-        data = encode(message)
+        data = protocol.encode(message)
         try:
             for process in self._processes:
                 process.channel.send_bytes(data)
@@ -168,7 +156,9 @@ class RankGroup:
 
     # --- copies ---------------------------------------------------------------------------------
 
-    def copy(self, make: Callable[[int, int], SavePages | LoadPages], num_layers: int) -> Copy:
+    def copy(
+        self, make: Callable[[int, int], protocol.SavePages | protocol.LoadPages], num_layers: int
+    ) -> Copy:
         """Start a copy on every rank. `make` gets the number of the copy and the number of steps
         that have ended."""
         copy = Copy(self, num_layers)
@@ -207,28 +197,28 @@ class RankGroup:
                         return
                 else:
                     self._note(process.rank, message)
-                    if isinstance(message, Failed):
+                    if isinstance(message, protocol.Failed):
                         del ranks[connection]
                         self._lose(ranks, None)
                         return
 
-    def _note(self, rank: int, message: FromRank | ToRank) -> None:
+    def _note(self, rank: int, message: protocol.FromRank | protocol.ToRank) -> None:
         with self._changed:
             match message:
-                case StepEnded(result):
+                case protocol.StepEnded(result):
                     self._num_ended[rank] += 1
                     if result is not None:
                         self._results.append(result)
-                case Copied(number):
+                case protocol.Copied(number):
                     copy = self._copies[number]
                     copy.note(rank, message)
                     if copy.is_done:
                         del self._copies[number]
-                case Loaded():
+                case protocol.Loaded():
                     self._loaded[rank] = message
-                case Opened():
+                case protocol.Opened():
                     self._num_opened += 1
-                case Failed():
+                case protocol.Failed():
                     self._failures.append((rank, message))
                 case _:
                     raise AssertionError(f"rank {rank} sent {message}")
@@ -244,7 +234,7 @@ class RankGroup:
             for connection in _readable(ranks, left_s):
                 process = ranks.pop(connection)
                 try:
-                    if isinstance(message := process.channel.receive(), Failed):
+                    if isinstance(message := process.channel.receive(), protocol.Failed):
                         self._note(process.rank, message)
                     else:
                         ranks[connection] = process
@@ -287,7 +277,7 @@ class RankGroup:
         if self._lost is None:
             for process in self._processes:
                 with suppress(OSError):
-                    process.channel.send(CloseRank())
+                    process.channel.send(protocol.CloseRank())
         self._join(CLOSE_S)
 
     def _join(self, within_s: float) -> None:

@@ -26,22 +26,7 @@ from mainstem.core.config import SWITCH_S
 from mainstem.core.errors import MainstemError, OutOfDeviceMemory
 from mainstem.core.step import InFlight, Runner, Step
 from mainstem.kv.transfer import PageCopier, Transfer
-from mainstem.runner.ranks.protocol import (
-    BeginRank,
-    Channel,
-    CloseRank,
-    Copied,
-    Failed,
-    ForgetLoad,
-    FromRank,
-    Loaded,
-    LoadPages,
-    Open,
-    Opened,
-    SavePages,
-    StepEnded,
-    ToRank,
-)
+from mainstem.runner.ranks import protocol
 
 LOOK_S = 0.001  # between two checks of copies in progress
 TOLD_LAYERS = 8  # progress of a copy is reported every 8 layers
@@ -53,18 +38,18 @@ class RankPart:
     """A rank's part of a model, after loading."""
 
     runner: Runner
-    loaded: Loaded
+    loaded: protocol.Loaded
     open_copier: Callable[[int], PageCopier]  # over a slab of this many bytes
     enter_thread: Callable[[], None]  # called first on a thread that waits for the device
 
 
-LoadPart = Callable[[BeginRank], RankPart]
+LoadPart = Callable[[protocol.BeginRank], RankPart]
 
 
 class Rank:
     """Handles the messages of the engine's process until CloseRank."""
 
-    def __init__(self, part: RankPart, channel: Channel, number: int) -> None:
+    def __init__(self, part: RankPart, channel: protocol.Channel, number: int) -> None:
         self._part = part
         self._runner = part.runner
         self._channel = channel
@@ -84,20 +69,20 @@ class Rank:
             match message:
                 case Step():
                     self._launch(message)
-                case SavePages(number, pages, slots, parts, after_steps):
+                case protocol.SavePages(number, pages, slots, parts, after_steps):
                     self._await_steps(after_steps)
                     self._copies.put((number, self._open_copier.save(pages, slots, parts)))
-                case LoadPages(number, load_id, slots, pages, parts, after_steps):
+                case protocol.LoadPages(number, load_id, slots, pages, parts, after_steps):
                     self._await_steps(after_steps)
                     copy = self._open_copier.load(load_id, slots, pages, parts)
                     self._copies.put((number, copy))
-                case ForgetLoad(load_id):
+                case protocol.ForgetLoad(load_id):
                     self._open_copier.forget(load_id)
-                case Open(host_bytes):
+                case protocol.Open(host_bytes):
                     self._copier = self._part.open_copier(host_bytes)
                     self._on_thread("copies", self._report_copies)
-                    self._channel.send(Opened())
-                case CloseRank():
+                    self._channel.send(protocol.Opened())
+                case protocol.CloseRank():
                     if self._copier is not None:
                         self._copier.close()
                     self._runner.close()
@@ -128,7 +113,7 @@ class Rank:
         with self._ended:
             self._num_ended += 1
             self._ended.notify_all()
-        self._channel.send(StepEnded(result if self._number == 0 else None))
+        self._channel.send(protocol.StepEnded(result if self._number == 0 else None))
 
     def _await_steps(self, count: int) -> None:
         """Wait until this rank has ended `count` steps. Rank 0 has ended them already, so the wait
@@ -150,10 +135,10 @@ class Rank:
                 done = transfer.num_layers_done()
                 if done == num_layers:
                     del under_way[number]
-                    self._channel.send(Copied(number, done, transfer.seconds()))
+                    self._channel.send(protocol.Copied(number, done, transfer.seconds()))
                 elif done >= told + TOLD_LAYERS:
                     under_way[number] = transfer, done
-                    self._channel.send(Copied(number, done, 0.0))
+                    self._channel.send(protocol.Copied(number, done, 0.0))
             if under_way:
                 sleep(LOOK_S)
 
@@ -168,7 +153,7 @@ class Rank:
         Thread(target=run, name=name, daemon=True).start()
 
 
-def receive(channel: Channel) -> ToRank | FromRank:
+def receive(channel: protocol.Channel) -> protocol.ToRank | protocol.FromRank:
     """The next message; ends this process if the engine's process has ended."""
     try:
         return channel.receive()
@@ -176,14 +161,14 @@ def receive(channel: Channel) -> ToRank | FromRank:
         os._exit(1)
 
 
-def fail(channel: Channel, error: BaseException) -> None:
+def fail(channel: protocol.Channel, error: BaseException) -> None:
     """Report an error and end the process, from any thread."""
     known = error if isinstance(error, MainstemError) else None
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         known = OutOfDeviceMemory(str(error))
     words = f"{type(error).__name__}: {error}"
     with suppress(OSError):  # the engine's process has ended
-        channel.send(Failed(monotonic(), known, words, format_exc()))
+        channel.send(protocol.Failed(monotonic(), known, words, format_exc()))
     os._exit(1)
 
 
@@ -203,11 +188,11 @@ def main(argv: list[str], load: LoadPart) -> None:
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     fd, parent = map(int, argv)
-    channel = Channel(fd)
+    channel = protocol.Channel(fd)
     Thread(target=partial(watch, fd, parent), name="watch", daemon=True).start()
     try:
         begin = receive(channel)
-        assert isinstance(begin, BeginRank)
+        assert isinstance(begin, protocol.BeginRank)
         part = load(begin)
         channel.send(part.loaded)
         Rank(part, channel, begin.shard.rank).run()

@@ -41,13 +41,9 @@ class RankedRunner:
         self.memory = memory
         self.page_bytes = loaded.page_bytes  # bytes of a rank's part of a page
         self.num_layers = loaded.num_layers
-        self._can_overlap = loaded.can_overlap
+        self.can_overlap = loaded.can_overlap
         self._opened = opened
         finalize(self, _end_dropped, ranks, opened, getpid())
-
-    @property
-    def can_overlap(self) -> bool:
-        return self._can_overlap
 
     def launch(self, step: Step) -> RankedStep:
         """Send the step; see Runner in core.step."""

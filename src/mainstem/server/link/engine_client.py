@@ -25,6 +25,7 @@ from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s
 from mainstem.core.weights import BOTH_TAGS, Tag, UpdateMode
+from mainstem.server.link import protocol
 from mainstem.server.link.answering import (
     SHUTTING_DOWN,
     Answering,
@@ -32,30 +33,6 @@ from mainstem.server.link.answering import (
     FormFault,
     OpenRequest,
     RequestFault,
-)
-from mainstem.server.link.protocol import (
-    Abort,
-    CheckEngine,
-    ClearCache,
-    Close,
-    Command,
-    CommandResult,
-    EngineReport,
-    LoseWeights,
-    Pin,
-    Ready,
-    ResumeWeights,
-    SleepEngine,
-    StepInProgress,
-    Stop,
-    Unframer,
-    UpdateWeights,
-    WakeEngine,
-    decode_report,
-    frame,
-    pack_request,
-    unpack_event,
-    unpack_output,
 )
 from mainstem.text.boundaries import MessageStarts
 from mainstem.text.tokenizer import Tokenizer
@@ -81,13 +58,12 @@ class Launched(Protocol):
     @property
     def connection(self) -> socket.socket: ...
 
-    def wait_ready(self) -> Ready: ...
+    def wait_ready(self) -> protocol.Ready: ...
 
     def kill(self) -> None: ...
 
     def end(self, within_s: float | None) -> str:
         """Wait until it ends and return how; after `within_s` it is killed."""
-        ...
 
 
 class EngineClient:
@@ -115,13 +91,14 @@ class EngineClient:
         self.weights_version = ready.weights_version
         self._is_updated = False  # the engine has, or may have, other weights than the model's own
         self._asleep: frozenset[Tag] = frozenset()
-        self.step: StepInProgress | None = None  # the step that ran when the snapshot was taken
+        # the step that ran when the snapshot was taken
+        self.step: protocol.StepInProgress | None = None
         # consecutive starts without a token, including the present one until its first token
         self._num_starts = 1
         self._open: dict[int, OpenRequest] = {}
-        self._calls: dict[int, asyncio.Future[CommandResult]] = {}
+        self._calls: dict[int, asyncio.Future[protocol.CommandResult]] = {}
         self._numbers = count()
-        self._commands: list[Command] = []  # commands of this iteration of the event loop
+        self._commands: list[protocol.Command] = []  # commands of this iteration of the event loop
         self._transport: asyncio.WriteTransport | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._is_running = asyncio.Event()
@@ -162,7 +139,7 @@ class EngineClient:
         for opened in answering.requests:
             self._open[opened.number] = opened
             request = self._message_starts.mark(opened.request)
-            self._send(pack_request(opened.number, request, self._eos_ids, owner))
+            self._send(protocol.pack_request(opened.number, request, self._eos_ids, owner))
         try:
             await answering.accepted()
         except BaseException:
@@ -175,7 +152,7 @@ class EngineClient:
         for opened in answering.requests:
             if self._open.pop(opened.number, None) is not None:
                 opened.ended_s = monotonic()
-                self._send(Abort(opened.number))
+                self._send(protocol.Abort(opened.number))
 
     def fail_open(self, reason: str) -> None:
         """End every request in progress with a fault, for example when the time for shutting down
@@ -193,20 +170,20 @@ class EngineClient:
         many are pinned. `salt` and `public_tokens` are those of the requests that computed the
         prefixes."""
         packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
-        reply = await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
+        reply = await self._call(lambda call: protocol.Pin(call, name, packed, salt, public_tokens))
         return reply.value
 
     async def clear_cache(self) -> int:
         """Forget every cached page, in every tier, that no sequence holds; returns how many were on
         the device."""
-        return (await self._call(ClearCache)).value
+        return (await self._call(protocol.ClearCache)).value
 
     async def update_weights(self, path: str, mode: UpdateMode) -> str:
         """Bring other weights into force; returns the name of their version. Raises InvalidRequest,
         EngineFault."""
         was_updated, self._is_updated = self._is_updated, True
         try:
-            return await self._call_change(lambda call: UpdateWeights(call, path, mode))
+            return await self._call_change(lambda call: protocol.UpdateWeights(call, path, mode))
         except WeightsLost:
             raise
         except InvalidRequest:  # the old weights are in force
@@ -215,19 +192,19 @@ class EngineClient:
 
     async def resume_weights(self) -> str:
         """After a crash: answer with the model that the server was started with."""
-        version = await self._call_change(ResumeWeights)
+        version = await self._call_change(protocol.ResumeWeights)
         self._is_updated = False
         return version
 
     async def sleep(self, level: int, mode: UpdateMode) -> str:
         """Give memory back until `wake`."""
-        version = await self._call_change(lambda call: SleepEngine(call, level, mode))
+        version = await self._call_change(lambda call: protocol.SleepEngine(call, level, mode))
         self._asleep = BOTH_TAGS
         return version
 
     async def wake(self, tags: frozenset[Tag]) -> str:
         """Undo `sleep`, or a part of it."""
-        version = await self._call_change(lambda call: WakeEngine(call, tags))
+        version = await self._call_change(lambda call: protocol.WakeEngine(call, tags))
         self._asleep -= tags
         return version
 
@@ -236,19 +213,19 @@ class EngineClient:
         """Whether the engine has given memory back."""
         return bool(self._asleep)
 
-    async def _call_change(self, make: Callable[[int], Command]) -> str:
+    async def _call_change(self, make: Callable[[int], protocol.Command]) -> str:
         reply = await self._call(make)
         self.weights_version = reply.version
         return reply.version
 
     async def check(self) -> bool:
         """Whether anything runs; raises EngineFault if a page was lost."""
-        return bool((await self._call(CheckEngine)).value)
+        return bool((await self._call(protocol.CheckEngine)).value)
 
-    async def _call(self, make: Callable[[int], Command]) -> CommandResult:
+    async def _call(self, make: Callable[[int], protocol.Command]) -> protocol.CommandResult:
         self._check_running()
         call = next(self._numbers)
-        answer: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[protocol.CommandResult] = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
         self._send(make(call))
         try:
@@ -264,7 +241,7 @@ class EngineClient:
         if self.state is not EngineState.RUNNING:
             raise EngineFault(f"the engine is {self.state.value}")
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: protocol.Command) -> None:
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)
         self._commands.append(command)
@@ -272,14 +249,14 @@ class EngineClient:
     def _flush(self) -> None:
         commands, self._commands = self._commands, []
         if self._transport is not None and commands:
-            self._transport.write(frame(commands))
+            self._transport.write(protocol.frame(commands))
 
     # --- reports --------------------------------------------------------------------------------
 
     def _hear(self, message: bytes) -> None:
         """Distribute a report to its requests."""
-        report = decode_report(message)
-        assert isinstance(report, EngineReport)
+        report = protocol.decode_report(message)
+        assert isinstance(report, protocol.EngineReport)
         now_s = monotonic()
         if report.snapshot is not None:
             self.snapshot, self.step = report.snapshot, report.step
@@ -294,20 +271,20 @@ class EngineClient:
                 opened.answering.fail(refusal.error())
         num_tokens = self._hear_tokens(report.tokens, now_s)
         for number, packed in report.news:
-            output = unpack_output(packed)
+            output = protocol.unpack_output(packed)
             num_tokens += len(output.token_ids)
             if opened := self._open.get(number):
                 self._read(opened, output, now_s)
         for reply in report.replies:
             self._hear_reply(reply)
         for event in report.events:
-            self.bus.publish(unpack_event(event))
+            self.bus.publish(protocol.unpack_event(event))
         if num_tokens:
             self._num_starts = 0
             if self.on_tokens is not None:
                 self.on_tokens(num_tokens)
 
-    def _hear_reply(self, reply: CommandResult) -> None:
+    def _hear_reply(self, reply: protocol.CommandResult) -> None:
         answer = self._calls.get(reply.call)
         if answer is None or answer.done():
             return
@@ -345,7 +322,7 @@ class EngineClient:
             )
             return
         if output.finish_reason is not None and not has_ended:
-            self._send(Stop(opened.number, output.index))
+            self._send(protocol.Stop(opened.number, output.index))
         if opened.is_finished:
             del self._open[opened.number]
 
@@ -399,7 +376,7 @@ class EngineClient:
             self.weights_version, self._asleep = ready.weights_version, frozenset()
             self.state = EngineState.RUNNING
             if self._is_updated:  # before any request
-                self._send(LoseWeights(next(self._numbers)))
+                self._send(protocol.LoseWeights(next(self._numbers)))
             self._is_running.set()
             self.num_restarts += 1
             log.info("the engine is back", extra={"facts": {"restarts": self.num_restarts}})
@@ -428,7 +405,7 @@ class EngineClient:
             self.state = EngineState.STOPPING
         if self._transport is None:
             self._launched.kill()  # the engine has ended, or is still starting
-        self._send(Close())
+        self._send(protocol.Close())
         self._flush()
         if self._restarting is not None:
             await self._restarting
@@ -444,7 +421,7 @@ class _Reports(asyncio.Protocol):
     def __init__(self, hear: Callable[[bytes], None], lose: Callable[[], None]) -> None:
         self._hear = hear
         self._lose = lose
-        self._unframer = Unframer()
+        self._unframer = protocol.Unframer()
 
     def data_received(self, data: bytes) -> None:
         for message in self._unframer.push(data):

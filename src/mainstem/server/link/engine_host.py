@@ -26,34 +26,8 @@ from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.weights import FolderUpdate
 from mainstem.engine.engine import Engine
+from mainstem.server.link import protocol
 from mainstem.server.link.kv_events import KvEventPublisher
-from mainstem.server.link.protocol import (
-    Abort,
-    Change,
-    CheckEngine,
-    ClearCache,
-    Close,
-    Command,
-    CommandResult,
-    EngineReport,
-    LoseWeights,
-    Pin,
-    Ready,
-    Refused,
-    ResumeWeights,
-    SleepEngine,
-    StepInProgress,
-    Stop,
-    Submit,
-    Unframer,
-    UpdateWeights,
-    WakeEngine,
-    decode_commands,
-    frame,
-    pack_event,
-    pack_output,
-    unpack_request,
-)
 from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import CompiledForm, Grammars
 
@@ -81,7 +55,7 @@ class FrontLink:
         connection.setblocking(False)
         self._connection = connection
         self._poll = select.poll()  # not `select`, which cannot handle descriptors above 1023
-        self._unframer = Unframer()
+        self._unframer = protocol.Unframer()
         self._unsent = bytearray()
 
     def receive(self, wait_s: float) -> Iterator[bytes]:
@@ -104,7 +78,7 @@ class FrontLink:
     def send(self, message: object) -> None:
         """Queue a message; it is sent as fast as the front reads. Raises FrontLeft if the front has
         left, or if more than MAX_UNSENT_BYTES wait for it."""
-        self._unsent += frame(message)
+        self._unsent += protocol.frame(message)
         self._flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
             raise FrontLeft
@@ -147,10 +121,12 @@ class EngineHost:
         self._open: dict[str, _Submitted] = {}
         self._ids: dict[int, RequestId] = {}  # by number
         self._pinned: dict[str, list[PageKey]] = {}  # pages by the name under which they are pinned
-        self._report = EngineReport()
+        self._report = protocol.EngineReport()
         self._snapshot_s = 0.0
         self._was_idle = True
-        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # what was sent last
+        self._seen: tuple[EngineSnapshot, protocol.StepInProgress | None] | None = (
+            None  # what was sent last
+        )
         self._must_probe = False  # a request failed, perhaps because the engine is broken
         self._is_closing = False
 
@@ -182,9 +158,9 @@ class EngineHost:
             self._forms.close()
             self._engine.close()
 
-    def _ready(self) -> Ready:
+    def _ready(self) -> protocol.Ready:
         engine = self._engine
-        return Ready(engine.max_model_len, engine.snapshot(), engine.weights_version)
+        return protocol.Ready(engine.max_model_len, engine.snapshot(), engine.weights_version)
 
     def _listen(self) -> None:
         bus = self._engine.bus
@@ -199,32 +175,38 @@ class EngineHost:
         idle_s = COMPILING_S if self._compiling else IDLE_S
         wait_s = 0.0 if self._engine.has_work else idle_s
         for message in self._link.receive(wait_s):
-            for command in decode_commands(message):
+            for command in protocol.decode_commands(message):
                 self._obey(command)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: protocol.Command) -> None:
         match command:
-            case Submit():
+            case protocol.Submit():
                 self._submit(command)
-            case Abort(number):
+            case protocol.Abort(number):
                 if (waiting := self._compiling.pop(number, None)) is not None:
                     waiting[1].cancel()
                 if (request_id := self._ids.get(number)) is not None:
                     self._engine.abort(request_id)
-            case Stop(number, index):
+            case protocol.Stop(number, index):
                 if (request_id := self._ids.get(number)) is not None:
                     self._engine.stop(request_id, index)
-            case Close():
+            case protocol.Close():
                 self._is_closing = True
-            case UpdateWeights() | LoseWeights() | ResumeWeights() | SleepEngine() | WakeEngine():
+            case (
+                protocol.UpdateWeights()
+                | protocol.LoseWeights()
+                | protocol.ResumeWeights()
+                | protocol.SleepEngine()
+                | protocol.WakeEngine()
+            ):
                 self._change(command)
             case _:
                 self._answer(command)
 
-    def _submit(self, command: Submit) -> None:
+    def _submit(self, command: protocol.Submit) -> None:
         number = command.number
         try:
-            request = unpack_request(command)
+            request = protocol.unpack_request(command)
         except InvalidRequest as error:
             self._refuse(number, error)
             return
@@ -261,9 +243,9 @@ class EngineHost:
         if not isinstance(error, InvalidRequest):
             log.error("a request could not be queued", exc_info=error)
             error = InvalidRequest("request", "the engine could not queue it")
-        self._report.refused.append(Refused.of(number, error))
+        self._report.refused.append(protocol.Refused.of(number, error))
 
-    def _change(self, command: Change) -> None:
+    def _change(self, command: protocol.Change) -> None:
         """Begin a change; its result is reported when it is made."""
         engine, call = self._engine, command.call
 
@@ -272,28 +254,28 @@ class EngineHost:
             for opened in self._open.values():
                 opened.begun.clear()  # the next news says by which weights they were made
             if error is None:
-                result = CommandResult(call, 0, version=change.result())
+                result = protocol.CommandResult(call, 0, version=change.result())
             elif isinstance(error, InvalidRequest):
-                result = CommandResult(call, 0, refused=Refused.of(0, error))
+                result = protocol.CommandResult(call, 0, refused=protocol.Refused.of(0, error))
             else:
                 log.error("the weights could not be changed", exc_info=error)
-                result = CommandResult(call, 0, fault=f"{type(error).__name__}: {error}")
+                result = protocol.CommandResult(call, 0, fault=f"{type(error).__name__}: {error}")
             self._report.replies.append(result)
 
         change: Future[str]
         try:
             match command:
-                case UpdateWeights(_, path, mode):
+                case protocol.UpdateWeights(_, path, mode):
                     change = engine.update_weights(FolderUpdate(Path(path)), mode)
-                case SleepEngine(_, level, mode):
+                case protocol.SleepEngine(_, level, mode):
                     change = engine.sleep(level, mode)
-                case WakeEngine(_, tags):
+                case protocol.WakeEngine(_, tags):
                     change = engine.wake(tags)
-                case LoseWeights():
+                case protocol.LoseWeights():
                     change = Future()
                     engine.lose_weights()
                     change.set_result(engine.weights_version)
-                case ResumeWeights():
+                case protocol.ResumeWeights():
                     change = Future()
                     change.set_result(engine.resume_weights())
         except Exception as error:  # sent to the caller
@@ -301,17 +283,17 @@ class EngineHost:
             change.set_exception(error)
         change.add_done_callback(report)
 
-    def _answer(self, command: Pin | ClearCache | CheckEngine) -> None:
+    def _answer(self, command: protocol.Pin | protocol.ClearCache | protocol.CheckEngine) -> None:
         try:
             value, fault = self._do(command), None
         except Exception as error:  # sent to the caller
             value, fault = 0, f"{type(error).__name__}: {error}"
-        self._report.replies.append(CommandResult(command.call, value, fault))
+        self._report.replies.append(protocol.CommandResult(command.call, value, fault))
 
-    def _do(self, command: Pin | ClearCache | CheckEngine) -> int:
+    def _do(self, command: protocol.Pin | protocol.ClearCache | protocol.CheckEngine) -> int:
         engine = self._engine
         match command:
-            case Pin(_, name, prefixes, salt, public_tokens):
+            case protocol.Pin(_, name, prefixes, salt, public_tokens):
                 # unpin the old pages first: they may include the new ones
                 engine.unpin(self._pinned.pop(name, []))
                 arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
@@ -319,9 +301,9 @@ class EngineHost:
                 if keys:
                     self._pinned[name] = keys
                 return len(keys)
-            case ClearCache():
+            case protocol.ClearCache():
                 return engine.clear_cache()
-            case CheckEngine():
+            case protocol.CheckEngine():
                 engine.check()
                 return int(engine.has_work)
 
@@ -344,7 +326,7 @@ class EngineHost:
                 tokens += (opened.number, output.index, output.token_ids[0])
                 continue
             opened.begun.add(output.index)
-            news.append((opened.number, pack_output(output)))
+            news.append((opened.number, protocol.pack_output(output)))
             if output.fault is not None:
                 self._must_probe |= not output.is_form_fault
                 self._engine.abort(output.request_id)  # ends its other answers
@@ -358,7 +340,7 @@ class EngineHost:
             opened = self._open.get(event.request_id)
             if opened is not None and event.index == 0:
                 self._report.admitted.append((opened.number, monotonic()))
-        self._report.events.append(pack_event(event))
+        self._report.events.append(protocol.pack_event(event))
 
     def _report_step(self, event: StepStarted) -> None:
         """Report the start of a step, which may take seconds, if the last report is old or said
@@ -366,7 +348,7 @@ class EngineHost:
         now_s = monotonic()
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._was_idle = False
-            self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
+            self._renew_snapshot(now_s, protocol.StepInProgress(event.num_tokens, now_s))
             # not raised in the middle of a step; `receive` raises it again
             with suppress(FrontLeft):
                 self._send()
@@ -378,7 +360,7 @@ class EngineHost:
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._renew_snapshot(now_s, None)
 
-    def _renew_snapshot(self, now_s: float, step: StepInProgress | None) -> None:
+    def _renew_snapshot(self, now_s: float, step: protocol.StepInProgress | None) -> None:
         self._snapshot_s = now_s
         seen = self._engine.snapshot(), step
         if seen != self._seen:
@@ -387,7 +369,7 @@ class EngineHost:
 
     def _send(self) -> None:
         if not self._report.is_empty:
-            report, self._report = self._report, EngineReport()
+            report, self._report = self._report, protocol.EngineReport()
             self._link.send(report)
 
     # --- the end --------------------------------------------------------------------------------

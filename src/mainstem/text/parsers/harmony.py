@@ -33,7 +33,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
-class _Kind(Enum):
+class _MessageKind(Enum):
     """What a message is."""
 
     TEXT = auto()
@@ -57,10 +57,10 @@ class HarmonyParser:
         self._held = ""
         self._header: str | None = ""  # the next message's header so far; None: within a message
         self._has_mark = False  # a mark of the header was seen
-        self._kind = _Kind.TEXT
+        self._kind = _MessageKind.TEXT
         self._name = ""  # the function that is called
         self._arguments: list[str] = []
-        self._spoken: set[_Kind] = set()  # kinds of messages seen
+        self._spoken: set[_MessageKind] = set()  # kinds of messages seen
         self._is_first = True  # no text of this message was returned yet
 
     def push(self, text: str) -> list[Part]:
@@ -70,7 +70,7 @@ class HarmonyParser:
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
         parts = list(self._say(held)) if held else []
-        if self._header is None and self._kind is _Kind.CALL:
+        if self._header is None and self._kind is _MessageKind.CALL:
             parts += self._last_call()
         elif self._header and not self._has_mark:
             parts += [self._header] if self._header.strip() else []
@@ -98,7 +98,7 @@ class HarmonyParser:
         if mark == CONSTRAIN and self._header is None:
             return
         if self._header is None:
-            if self._kind is _Kind.CALL:
+            if self._kind is _MessageKind.CALL:
                 yield self._call("".join(self._arguments))
             self._header = ""
         self._has_mark = mark in (START, CHANNEL, CONSTRAIN)
@@ -106,12 +106,12 @@ class HarmonyParser:
 
     def _begin_message(self, header: str) -> None:
         recipient = _RECIPIENT.search(header)
-        self._kind = _Kind.TEXT
+        self._kind = _MessageKind.TEXT
         if recipient is not None and self._has_calls:
-            self._kind, self._name = _Kind.CALL, recipient[1].removeprefix("functions.")
+            self._kind, self._name = _MessageKind.CALL, recipient[1].removeprefix("functions.")
             self._arguments = []
         elif self._has_reasoning and is_analysis(header):
-            self._kind = _Kind.REASONING
+            self._kind = _MessageKind.REASONING
         self._header, self._is_first = None, True
 
     def _say(self, text: str) -> Iterator[Part]:
@@ -121,16 +121,16 @@ class HarmonyParser:
             if self._has_mark or "to=".startswith(self._header.lstrip()[:3]):
                 return
             # an answer without a header, since it follows a form
-            text, self._kind = self._header, _Kind.TEXT
+            text, self._kind = self._header, _MessageKind.TEXT
             self._header, self._is_first = None, True
-        if self._kind is _Kind.CALL:
+        if self._kind is _MessageKind.CALL:
             self._arguments.append(text)
             return
         if self._is_first and self._kind in self._spoken:
             text = "\n" + text  # messages of one kind become one text
         self._is_first = False
         self._spoken.add(self._kind)
-        yield Reasoning(text) if self._kind is _Kind.REASONING else text
+        yield Reasoning(text) if self._kind is _MessageKind.REASONING else text
 
     def _call(self, arguments: str) -> ToolCall:
         return ToolCall(new_call_id(), self._name, arguments.strip() or "{}")

@@ -22,15 +22,12 @@ class AnswerParser(Protocol):
     @property
     def is_plain(self) -> bool:
         """Whether nothing is held back, and everything that follows is text."""
-        ...
 
     def push(self, text: str) -> list[Part]:
         """Add text; returns the parts that are now certain."""
-        ...
 
     def finish(self) -> list[Part]:
         """The answer has ended: return everything that is left."""
-        ...
 
 
 class PlainParser:

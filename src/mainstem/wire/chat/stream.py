@@ -156,7 +156,7 @@ class CompletionStream:
             if ready:
                 places, starts = [each[0] for each in ready], [each[1] for each in ready]
                 logprobs = completion_logprobs(places, starts, choice.num_chars, reply.tokenizer)
-            ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
+            ending: Json = {"finish_reason": reason, "stop_reason": output.stop_reason}
             if reason is not None:
                 ending |= told_weights(output.weights)
             yield self._text_part(text, logprobs, ids) | ending | prompt_ids
@@ -168,7 +168,7 @@ class CompletionStream:
         if reason is not None:
             if reason == "stop" and choice.parts.num_calls:
                 reason = "tool_calls"
-            ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
+            ending: Json = {"finish_reason": reason, "stop_reason": output.stop_reason}
             ending |= told_weights(output.weights)
             yield {"delta": {}, "logprobs": None, **ending}
 

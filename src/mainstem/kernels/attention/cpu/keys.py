@@ -39,11 +39,9 @@ class Keys(Protocol):
     @property
     def room(self) -> int:
         """The rows of scratch memory that `read` needs: (slots to copy) x (KV heads) x 2."""
-        ...
 
     def read(self, kv: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """K and V, [parts, kv_heads, keys, dim]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ class Queries(Protocol):
 
     def read(self, q: Tensor) -> Tensor:
         """Return [parts, queries, heads, dim], taken from q [tokens, heads, dim]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
