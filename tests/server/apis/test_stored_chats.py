@@ -135,7 +135,7 @@ def test_chats_responses_and_other_keys_are_apart(client: OpenAI, locked: Runnin
         ("GET", "?limit=0", None, "limit"),
         ("GET", "?order=up", None, "order"),
         ("GET", "?after=chatcmpl-x", None, "after"),
-        ("GET", "?metadat[a]=b", None, "metadat[a]"),
+        ("GET", "?meta[a]=b", None, "meta[a]"),
         ("POST", "/chatcmpl-x", {}, "metadata"),
         ("POST", "/chatcmpl-x", {"metadata": {}, "store": False}, "store"),
     ],
