@@ -184,11 +184,11 @@ class LLM(LoadedModel):
                 rewards = [reward(answer.text) for answer in group.answers]
 
         A prompt is computed once for all its answers. Answers have logprobs as arrays. With a
-        `budget`, an answer gets at most that number of tokens in this call: groups with longer answers are
-        yielded unfinished, and a later call takes them in place of prompts. It continues from the
-        pages of K and V that are cached; if the weights have changed, all tokens are computed
-        again. Steps run while the caller waits for a group: see AsyncLLM.rollouts for steps that
-        run meanwhile, too.
+        `budget`, an answer gets at most that number of tokens in this call: groups with longer
+        answers are yielded unfinished, and a later call takes them in place of prompts. It
+        continues from the pages of K and V that are cached; if the weights have changed, all tokens
+        are computed again. Steps run while the caller waits for a group: see AsyncLLM.rollouts for
+        steps that run meanwhile, too.
         """
         with self._call():
             groups = self._rollout_parts(prompts, n, sampling_params, budget)
