@@ -14,7 +14,7 @@ from mainstem.models.families.common import (
     rms_norm,
 )
 from mainstem.models.names import Names
-from mainstem.models.spec import ExpertsSpec, MlpSpec, ModelSpec, QkNorm, RopeSpec, same_layers
+from mainstem.models.spec import ExpertsSpec, MlpSpec, ModelSpec, QkNorm, RopeSpec, layers_of
 
 _NAMES = Names(
     q_norm="self_attn.query_layernorm",
@@ -73,7 +73,7 @@ def _read(config: Config, mlp: MlpSpec | ExpertsSpec) -> ModelSpec:
     return make_spec(
         config,
         sizes,
-        same_layers(attention, mlp, sizes.layers),
+        layers_of([attention] * sizes.layers, mlp),
         rms_norm(config, 1e-5),
         names=_NAMES,
         qk_norm=QkNorm.TURNED_HEADS,
