@@ -181,7 +181,10 @@ class ModelConfig:
     )
     deterministic: bool = field(
         default=False,
-        metadata=about("the same answers bit for bit in any batch; GPU only, up to 2x slower"),
+        metadata=about(
+            "the same answers bit for bit in any batch; GPU only, up to 2x slower (not measured "
+            "for hybrids)"
+        ),
     )
     tensor_parallel: int = field(
         default=1,
