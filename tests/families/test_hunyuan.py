@@ -32,6 +32,12 @@ def test_the_error_names_what_is_not_supported() -> None:
     dense["architectures"] = ["HunYuanDenseV1ForCausalLM"]
     with pytest.raises(UnsupportedModel, match="use_cla"):
         spec_from_config({**dense, "use_cla": True})
+    published_rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32}
+    rope = spec_from_config({**dense, "rope_scaling": published_rope}).attentions[0].rope
+    assert rope is not None
+    assert rope.theta == pytest.approx(10_000 * 1000.0 ** (16 / 14))
+    with pytest.raises(UnsupportedModel, match="xdrope_section"):
+        spec_from_config({**dense, "rope_scaling": {**published_rope, "xdrope_section": [1, 1]}})
     moe = HunYuanMoEV1Config(**HEADS_OF_16, num_experts=4).to_dict()
     moe["architectures"] = ["HunYuanMoEV1ForCausalLM"]
     with pytest.raises(UnsupportedModel, match="moe_topk"):

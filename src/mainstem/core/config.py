@@ -168,7 +168,9 @@ class ModelConfig:
         False, "read special tokens in messages as control tokens, and allow any role"
     )
     deterministic: bool = setting(
-        False, "the same answers bit for bit in any batch; GPU only, up to 2x slower"
+        False,
+        "the same answers bit for bit in any batch; GPU only, up to 2x slower (not measured for "
+        "hybrids)",
     )
     tensor_parallel: int = setting(
         1,

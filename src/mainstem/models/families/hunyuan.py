@@ -14,7 +14,7 @@ from mainstem.models.families.common import (
     rms_norm,
 )
 from mainstem.models.names import Names
-from mainstem.models.spec import ExpertsSpec, MlpSpec, ModelSpec, QkNorm, RopeSpec, same_layers
+from mainstem.models.spec import ExpertsSpec, MlpSpec, ModelSpec, QkNorm, RopeSpec, layers_of
 
 _NAMES = Names(
     q_norm="self_attn.query_layernorm",
@@ -23,6 +23,10 @@ _NAMES = Names(
     shared_gate_up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     shared_down="mlp.shared_mlp.down_proj",
 )
+
+_UNUSED_WITH_ALPHA = (
+    "type", "rope_type", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
 
 
 def _read_dense(config: Config) -> ModelSpec:
@@ -64,16 +68,21 @@ def _of_all_layers(config: Config, name: str, default: int) -> int:
 def _read(config: Config, mlp: MlpSpec | ExpertsSpec) -> ModelSpec:
     sizes = read_sizes(config)
     config.only("attention_head_dim", sizes.head_dim)
-    config.only("use_qk_norm", True)
-    config.only("use_cla", False)  # layers that share K and V
-    config.get("cla_share_factor")  # used only with use_cla
-    config.get("eod_token_id")  # the end of a document in training
+    config.only("norm_type", "rms", "hf_rms")
+    for name in ("use_qk_norm", "use_rotary_pos_emb", "is_causal"):
+        config.only(name, True)
+    # layers that share K and V, latent attention, positions in images
+    for name in ("use_cla", "use_mla", "position_embedding_xdrope", "mlp_bias"):
+        config.only(name, False)
+    # used only with use_cla; the end of a document in training; tokens without padding
+    for name in ("cla_share_factor", "eod_token_id", "org_vocab_size"):
+        config.get(name)
     attention = full_attention(sizes.head_dim, _read_rope(config, sizes))
     has_bias = config.flag("attention_bias")
     return make_spec(
         config,
         sizes,
-        same_layers(attention, mlp, sizes.layers),
+        layers_of([attention] * sizes.layers, mlp),
         rms_norm(config, 1e-5),
         names=_NAMES,
         qk_norm=QkNorm.TURNED_HEADS,
@@ -87,8 +96,12 @@ def _read_rope(config: Config, sizes: Sizes) -> RopeSpec:
     table = config.table("rope_scaling").merged(config.table("rope_parameters"))
     if not table.get("alpha"):
         return read_rope(config, sizes)
+    for name in _UNUSED_WITH_ALPHA:
+        table.get(name)
     theta = table.number("rope_theta", config.number("rope_theta", 10000.0))
     dim = sizes.head_dim
+    if unknown := table.unread():
+        raise UnsupportedModel(f"the rope with alpha has unknown settings {sorted(unknown)}")
     return RopeSpec(theta * table.number("alpha") ** (dim / (dim - 2)), dim)
 
 
