@@ -1,9 +1,10 @@
-"""A damaged page on disk costs the history after it, never what is intact before it."""
+"""A damaged page on disk costs only itself, if loading what follows it is faster than computing."""
 
 import os
 from contextlib import closing
 from pathlib import Path
 from sqlite3 import connect
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from mainstem.core.events import EventBus, PagesLoaded, PagesLost
 from mainstem.core.ids import PageKey
 from mainstem.kv.bytes.segments import ALIGNMENT
+from mainstem.sched.fetching import Fetching
+from mainstem.sched.loading import Loader
+from mainstem.sched.queue import Candidate
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import fake_answer
 from tests.kv.tiered import Tiered, a_tiered_engine
@@ -67,14 +71,42 @@ def test_pages_before_a_damaged_one_are_loaded(
     bus.subscribe(PagesLoaded, loaded.append)
     again = open_engine(tmp_path, bus, can_overlap)
     again.copier.patience = patience
-    intact = PAGE_SIZE * bad[0]
     cached = ask(again, [CHAT, [*CHAT[:200], 1]])
-    assert min(cached) == min(intact, 200), "one of them computes the page for both"
-    assert cached[0] >= intact
+    num_intact = NUM_PAGES - len(bad)
+    assert cached[0] >= PAGE_SIZE * num_intact, "only the damaged pages are computed"
+    assert cached[1] == 200 - 200 % PAGE_SIZE, "the other waits for the first"
     assert lost == [PagesLost(1, "disk", "checksum")] * len(bad)
-    assert sum(event.num_pages for event in loaded) >= bad[0]
+    assert sum(event.num_pages for event in loaded) >= num_intact - 1
     assert ask(again, [CHAT])[0] >= NUM_PAGES * PAGE_SIZE
     again.engine.flush()
     again.engine.clear_device()
     assert ask(again, [CHAT]) == [NUM_PAGES * PAGE_SIZE], "the damaged pages were saved again"
+    again.engine.close()
+
+
+def test_what_follows_a_damaged_page_is_computed_if_it_is_not_worth_loading_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequence has stopped after the page, to load the rest, and must go on at once."""
+    tiered = open_engine(tmp_path)
+    ask(tiered, [CHAT])
+    chain = tiered.store.chain(np.array(CHAT, np.int32), b"")
+    tiered.engine.close()
+    damage(tmp_path, chain.keys[20])
+    stopped: list[int] = []
+    stop, is_worth_it = Loader.stop_at_gap, Fetching.is_worth_it
+
+    def stop_at_gap(loader: Loader, found: Candidate, num_cached: int) -> None:
+        stop(loader, found, num_cached)
+        stopped.append(len(loader.at_gaps))
+
+    def is_worth_it_before(*args: Any) -> bool:
+        return not stopped and is_worth_it(*args)
+
+    monkeypatch.setattr(Loader, "stop_at_gap", stop_at_gap)
+    monkeypatch.setattr(Fetching, "is_worth_it", is_worth_it_before)
+    again = open_engine(tmp_path)
+    assert ask(again, [CHAT]) == [20 * PAGE_SIZE]
+    assert stopped == [1, 0], "it stopped once, and started again without a gap"
+    again.engine.check()
     again.engine.close()

@@ -49,9 +49,15 @@ class Endings:
     def preempt(self, slot: SeqSlot) -> None:
         """Take a sequence's pages. It starts again later, from the pages that are still cached."""
         sequence, num_pages = self._table.sequence(slot), int(self._table.num_pages[slot])
+        self.start_again(slot)
+        self._publish_preempted(sequence, num_pages)
+
+    def start_again(self, slot: SeqSlot) -> None:
+        """Put a running sequence back into its place in the queue."""
+        sequence = self._table.sequence(slot)
         sequence.save(self._table.output_ids(slot))
         self._running.leave(slot)
-        self._wait_again(sequence, num_pages)
+        self._wait_again(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason, fault: str | None = None) -> None:
         """End a sequence wherever it is."""
@@ -125,7 +131,8 @@ class Endings:
             self._store.reclaim()
             self._queue.refill(self._in_state(SeqState.WAITING))
             for sequence, num_pages in preempted:
-                self._wait_again(sequence, num_pages)
+                self._wait_again(sequence)
+                self._publish_preempted(sequence, num_pages)
 
     def rename(self, earlier: tuple[str, ...]) -> None:
         """After the store was renamed: sequences that ran with the weights named `earlier` go on
@@ -197,11 +204,13 @@ class Endings:
         for sequence in list(self.sequences.get(request_id, ())):
             self.end(sequence, FinishReason.ERROR, fault)
 
-    def _wait_again(self, sequence: Sequence, num_pages: int) -> None:
+    def _wait_again(self, sequence: Sequence) -> None:
         sequence.state = SeqState.WAITING
         if sequence.history is not None:
             sequence.history.wait_again()
         self.wait(sequence)
+
+    def _publish_preempted(self, sequence: Sequence, num_pages: int) -> None:
         request_id = sequence.request.request_id
         self._bus.publish(SequencePreempted(request_id, sequence.index, num_pages))
 

@@ -35,6 +35,10 @@ class StoredHistory:
     num_loaded_pages: int = 0  # pages loaded for it before its turn
     # its pages on the device when its last load began; -1: no load since it began to wait
     num_pages_then: int = -1
+    # it computes its prompt up to here, the end of pages that no tier has; then it starts again, to
+    # load what follows
+    gap_end: int | None = None
+    num_gap_tokens: int = 0  # tokens that it computed in such gaps
     # prompt tokens to compute; None: what is loaded is not decided yet
     num_to_compute: int | None = None
 

@@ -16,6 +16,7 @@ from mainstem.kv.store import KVStore
 from mainstem.sched import stored_starts
 from mainstem.sched.fetching import Fetching, StoredHistory
 from mainstem.sched.queue import Candidate, StoredStart, WaitingQueue
+from mainstem.sched.sequence import Sequence
 
 
 class Loader:
@@ -26,6 +27,7 @@ class Loader:
         self.fetching = fetching
         self._store = store
         self._queue = queue
+        self.at_gaps: set[Sequence] = set()  # they compute a page, and then load what follows
         self._last_end_s = 0.0  # end of the latest step that has ended
         self._last_start_s = 0.0  # when the latest step was made
         self._starts: dict[StepId, float] = {}  # start times of steps that may still run
@@ -107,6 +109,31 @@ class Loader:
         if awaited is not None:
             history.is_loaded, history.num_pages_then = True, len(match.pages)
         return awaited
+
+    def stop_at_gap(self, found: Candidate, num_cached: int) -> None:
+        """Let a sequence that starts now compute only the next pages, if they were found damaged,
+        and loading those after them is faster than computing them."""
+        fetching, sequence, chain = self.fetching, found.sequence, found.chain
+        self.at_gaps.discard(sequence)
+        if not self._store.loader.damaged:
+            return
+        if fetching is None or chain is None or sequence.truncated is not None:
+            return
+        if sequence.prompt_logprobs is not None:
+            return
+        page_size, history = self._store.page_size, self.history(found)
+        if (history.gap_end or 0) > num_cached:
+            return  # a gap is computed once, even if its pages were evicted again
+        damaged, stored_of = self._store.loader.damaged, self._store.loader.stored
+        number, end = num_cached // page_size, sequence.num_reusable(found.num_known) // page_size
+        while number < end and chain.keys[number] in damaged:
+            number += 1
+        stored = stored_of(chain.keys[number:end])
+        gap_tokens = number * page_size - num_cached
+        if gap_tokens > 0 and fetching.is_worth_it(stored, 0, len(self._queue)):
+            history.gap_end = number * page_size
+            history.num_gap_tokens += gap_tokens
+            self.at_gaps.add(sequence)
 
     def _load_state(
         self, found: Candidate, wanted: StoredStart, tokens_ahead: int

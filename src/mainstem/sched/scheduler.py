@@ -218,6 +218,8 @@ class Scheduler:
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._running.in_flight)))
         if not self._make_way():
             return None
+        if not self._leave_gaps():
+            return None
         decodes = self._grow_decodes()
         if decodes is None:
             return None
@@ -366,6 +368,17 @@ class Scheduler:
         if self._retry.must_clear_the_way():
             for slot in self._running.slots.tolist():
                 self._endings.preempt(SeqSlot(slot))
+        return True
+
+    def _leave_gaps(self) -> bool:
+        """Let sequences that have computed the page of a gap start again, to load what follows it.
+        False: the step in flight may be computing such a page."""
+        past = self._starter.past_gaps()
+        if past and not self._running.is_settled:
+            return False
+        for slot in past:
+            self._loader.at_gaps.discard(self._table.sequence(slot))
+            self._endings.start_again(slot)
         return True
 
     def _grow_decodes(self) -> Int32s | None:
