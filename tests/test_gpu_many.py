@@ -7,13 +7,25 @@ import pytest
 from tests.gpu.many import main
 
 TESTS = """
+from pathlib import Path
+from time import monotonic, sleep
 import pytest
 pytestmark = pytest.mark.gpu
+# the process of test 0 goes on in the other file, whose tests wait for it
+WAITS = {{0: "14"}} | dict.fromkeys(range(16, 30), "0")
 
-@pytest.mark.parametrize("number", range(30))
-def test_each(number):
-    with open({log!r}, "a") as log:
-        log.write(f"{{number}}\\n")
+@pytest.fixture(scope="module")
+def held():
+    yield
+
+@pytest.mark.parametrize("number", range({first}, {first} + 15))
+def test_each(number, held):
+    log, end = Path({log!r}), monotonic() + 60
+    while number in WAITS and WAITS[number] not in log.read_text().split():
+        assert monotonic() < end
+        sleep(0.01)
+    with log.open("a") as lines:
+        lines.write(f"{{number}}\\n")
     assert number != {wrong}
 """
 
@@ -22,9 +34,12 @@ def test_each(number):
 def test_each_test_runs_once_and_a_failure_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: int | None
 ) -> None:
-    log, tests = tmp_path / "log", tmp_path / "test_some.py"
-    tests.write_text(TESTS.format(log=str(log), wrong=wrong))
-    status = main(["-n", "2", str(tests), "-c", "pyproject.toml"])
+    log = tmp_path / "log"
+    log.touch()
+    for first in (0, 15):
+        text = TESTS.format(log=str(log), wrong=wrong, first=first)
+        (tmp_path / f"test_from_{first}.py").write_text(text)
+    status = main(["-n", "2", str(tmp_path), "-c", "pyproject.toml"])
     assert sorted(map(int, log.read_text().split())) == list(range(30))
     printed = capsys.readouterr().out
     if wrong is None:

@@ -253,6 +253,8 @@ def test_generate_adds_answers_to_a_batch(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_ray
 @pytest.mark.torch
+# a thread of Ray Data's own may be interrupted when its pool closes
+@pytest.mark.filterwarnings("ignore:Exception in thread pool-")
 def test_generate_and_plan_with_parquet_in_and_json_out(
     tmp_path: Path, tiny_model: str, cluster: None
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from mainstem.core.config import (
     Device,
+    DType,
     EngineConfig,
     Fetch,
     ModelConfig,
@@ -34,7 +35,8 @@ POINTS, SHARE = 0.02, 0.05  # hit rates may differ by two points, bytes by a twe
 
 def a_config(arrivals: list[Arrival], conversations: float, policy: str) -> EngineConfig:
     """Host memory for a number of conversations."""
-    config = with_chunk(EngineConfig(model=ModelConfig(model="tiny", device=Device.CPU)), SPEC)
+    model = ModelConfig(model="tiny", device=Device.CPU, dtype=DType.FP32)
+    config = with_chunk(EngineConfig(model=model), SPEC)
     config = with_room(config, SPEC, arrivals, Room(device=1.25, host=conversations, disk=1))
     store = StoreConfig(host_gb=config.store.host_gb, policy=policy, fetch=Fetch.ALWAYS)
     return replace(config, store=store)

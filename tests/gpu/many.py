@@ -25,16 +25,26 @@ PROCESSES = 12
 EMPTY = 5  # pytest's status if it ran no test: the others claimed them all
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """True: another process runs this test."""
-    if CLAIMS not in os.environ:
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests that this process claims. The next one is claimed before a test runs, since
+    pytest wants to know it: it keeps the fixtures that both need."""
+    if CLAIMS not in os.environ or session.config.option.collectonly:
         return None
-    number = item.session.items.index(item)
+    mine = (item for number, item in enumerate(session.items) if _claim(number))
+    item = next(mine, None)
+    while item is not None and not (session.shouldfail or session.shouldstop):
+        following = next(mine, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item = following
+    return True
+
+
+def _claim(number: int) -> bool:
     try:
         os.close(os.open(Path(os.environ[CLAIMS], str(number)), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        return True
-    return None
+        return False
+    return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

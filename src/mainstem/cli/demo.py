@@ -88,6 +88,8 @@ def load_questions(path: Path | None) -> list[Question]:
             text = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
         else:
             text = read_plain_or_gzip(path)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("--input", f"{path} is not UTF-8: {error}") from error
     except UNREADABLE as error:
         raise InvalidRequest("--input", f"cannot read {path}: {error}") from error
     for number, line in enumerate(text.splitlines(), start=1):
