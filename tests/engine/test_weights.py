@@ -4,8 +4,10 @@ Answers are compared with those of an engine that was started with the weights: 
 code on the same numbers, so tokens are equal.
 """
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -68,6 +70,21 @@ def fresh_answers(folder: Path, config: EngineConfig = CONFIG) -> list[list[int]
         return answers(engine)
     finally:
         engine.close()
+
+
+def test_a_closed_engine_is_freed_with_its_last_reference(folders: tuple[Path, Path]) -> None:
+    """Without waiting for the garbage collector, which does not know how large the weights are."""
+    engine = build_engine(folders[0], CONFIG)
+    answers(engine)
+    change(engine, FolderUpdate(folders[1]))
+    decoder = ref(engine._runner._decoder)  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        engine.close()
+        del engine
+        assert decoder() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from tests.kernels import drawn
 
 
-def test_each_test_runs_on_one_of_four_days() -> None:
+def test_each_test_runs_on_one_of_the_days() -> None:
     for name in (f"tests/kernels/test_span.py::test_{number}" for number in range(100)):
         assert sum(drawn.is_drawn(name, day) for day in range(20, 20 + drawn.DRAWN_OF)) == 1
 

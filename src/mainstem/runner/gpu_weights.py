@@ -6,6 +6,7 @@ wake     memory at other addresses; the graphs are captured again, as at the sta
 """
 
 from collections.abc import Iterable
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ class GpuParts:
 
     def __init__(self, runner: GpuRunner, spec: ModelSpec) -> None:
         """`spec` describes the whole model."""
-        self._runner = runner
+        self._runner: GpuRunner = proxy(
+            runner
+        )  # which holds this
         self._spec = spec
         self._weights: list[Freed] = []  # while they sleep
         self._pages: list[Freed] = []

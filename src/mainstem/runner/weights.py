@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from secrets import token_bytes
 from typing import Protocol
+from weakref import proxy
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -275,7 +276,9 @@ class CpuParts:
     keeps_values = True
 
     def __init__(self, runner: CpuRunner, make: Callable[[Checkpoint], Decoder]) -> None:
-        self._runner = runner
+        self._runner: CpuRunner = proxy(
+            runner
+        )  # which holds this
         self._make = make
 
     def change(self, source: Checkpoint, names: frozenset[str] | None) -> None:
