@@ -14,7 +14,7 @@ from mainstem.models.collectives import ProcessGroup
 from mainstem.runner.cpu_load import load_cpu_runner
 from tests.gpu.test_recipes_gpu import LIMITS, logprobs
 from tests.models.ranks import Thread, run_ranks
-from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, deeper
+from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, can_split, deeper
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if not RECIPES[name].recurrences])
+@pytest.mark.parametrize("name", [name for name in RECIPES if can_split(RECIPES[name], 2)])
 def test_two_ranks_have_the_logprobs_of_one_cpu(name: str) -> None:
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs a card
 

@@ -590,9 +590,12 @@ def compile_some(target: str, which: str) -> None:
             attrs={
                 (i,): [["tt.divisibility", 16]]
                 for i, n in enumerate(names)
-                if (n.endswith("_ptr") and "tensordesc" not in job.types.get(n, ""))
-                or n.startswith("stride_")
-                or n in ("x", "size", "hidden", "num_in", "num_out", "expert_out", "split_in")
+                if not job.kernel.params[i].do_not_specialize
+                and (
+                    (n.endswith("_ptr") and "tensordesc" not in job.types.get(n, ""))
+                    or n.startswith("stride_")
+                    or n in ("x", "size", "hidden", "num_in", "num_out", "expert_out", "split_in")
+                )
             },
         )
         compiled = triton.compile(source, target=TARGETS[target], options=job.options)

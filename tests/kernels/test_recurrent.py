@@ -1,5 +1,6 @@
 """Recurrent layers on a CPU agree with the token-by-token reference, and both with transformers."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -283,3 +284,20 @@ def test_gated_norms_are_those_of_transformers() -> None:
         right = norm(x, gate).reshape(5, 96).detach()
         for operations in (cpu, reference):
             assert_near(case.run(operations)[0], right, 1e-5)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
+def test_serial_kernels_are_compiled_once_for_a_model() -> None:
+    """Otherwise sums of the same numbers may be in another order; see `OF_SEGMENTS`."""
+    pytest.importorskip("triton")
+    from mainstem.kernels.recurrent.delta import _delta_serial_kernel  # noqa: PLC0415
+    from mainstem.kernels.recurrent.scan import _scan_serial_kernel  # noqa: PLC0415
+
+    of_model = {"a_log_ptr", "dt_bias_ptr", "d_ptr", "matrix_ptr", "stride_slot"}
+    for kernel in (_delta_serial_kernel, _scan_serial_kernel):
+        special = {
+            param.name
+            for param in kernel.params
+            if not param.is_constexpr and not param.do_not_specialize
+        }
+        assert special - {"scale", "least", "most"} <= of_model  # floats never are

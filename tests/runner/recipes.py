@@ -1,5 +1,6 @@
 """Small models of every kind of block, with no weight at its default."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from zlib import crc32
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
 from mainstem.models.families import spec_from_config
+from mainstem.models.shard import shards_that_divide
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import RandomWeights, WeightSource
 
@@ -143,13 +145,25 @@ RECIPES: dict[str, ModelSpec] = {name: _spec(name) for name in _CONFIGS}
 
 class _Weights(RandomWeights):
     """Gains of norms are around one; other weights are larger than a real model's, so that an error
-    changes answers. A tensor depends only on its name: it is equal on every device and rank."""
+    changes answers. A tensor depends only on its name: it is equal on every device and rank.
+
+    If scores are not scaled (Gemma 4), the gains of keys are those that usual scores would need: a
+    trained model has learned them. With gains around one, scores of 512 dims are far over 20, so
+    that a token sees a single other one, and a rounding to bf16 changes which one that is."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, spec: ModelSpec) -> None:
+        super().__init__(dtype, device, 0)
+        kinds = {layer.attention for layer in spec.layers if layer.attention is not None}
+        self._is_scaled = all(kind.scale != 1.0 for kind in kinds)
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         generator = torch.Generator().manual_seed(crc32(name.encode()))
-        noise = torch.empty(tuple(shape)).normal_(generator=generator)[at]
+        sizes = tuple(shape)
+        noise = torch.empty(sizes).normal_(generator=generator)[at]
         is_gain = "norm" in name and name.endswith(".weight")
         tensor = 1.0 + 0.2 * noise if is_gain else 0.15 * noise
+        if name.endswith("k_norm.weight") and not self._is_scaled:
+            tensor /= math.sqrt(sizes[0])
         return tensor.contiguous().to(self._device, self._dtype)
 
 
@@ -163,7 +177,7 @@ class RecipeOrigin:
         return b"recipe"
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return _Weights(dtype, device, 0)
+        return _Weights(dtype, device, self.spec)
 
 
 def a_config(dtype: DType = DType.FP32) -> EngineConfig:
@@ -172,6 +186,10 @@ def a_config(dtype: DType = DType.FP32) -> EngineConfig:
         CacheConfig(page_size=16, kv_tokens=2048),
         SchedConfig(chunk_tokens=24),
     )
+
+
+def can_split(spec: ModelSpec, ranks: int) -> bool:
+    return ranks in shards_that_divide(spec, ranks)
 
 
 def deeper(spec: ModelSpec) -> ModelSpec:

@@ -14,12 +14,11 @@ from mainstem.core.events import EventBus
 from mainstem.core.request import SamplingParams
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
-from mainstem.models.shard import shards_that_divide
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
 from tests.builders import a_request, run_all
 from tests.models.ranks import Thread, run_ranks
-from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
+from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, can_split
 from tests.runner.test_gpu import answers
 from tests.runner.window_parts import PartedRunner, anywhere
 
@@ -31,10 +30,6 @@ QUICK = (
     "Qwen3_5MoeForCausalLM",
     "NemotronHForCausalLM",
 )
-
-
-def can_split(spec: ModelSpec, ranks: int) -> bool:
-    return ranks in shards_that_divide(spec, ranks)
 
 
 def prompts() -> list[list[int]]:

@@ -26,6 +26,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DIM = 256
 USUAL_DIMS = (64, 128)
 MIN_LOG_DECAY = tl.constexpr(-120.0)  # exp gives 0; less would only cost digits of sums
+# Kernels that compute tokens one after the other are compiled once for a model, for any step's rows
+# and segments. Otherwise Triton compiles other code for rows whose address and stride it knows to
+# be multiples of 16: a thread then loads two neighbours of 256 dims, instead of two that are 128
+# apart, and their squares are summed in another order.
+OF_SEGMENTS = ("starts_ptr", "writes_ptr", "seq_segments_ptr", "reads_ptr")
 
 
 @triton.jit

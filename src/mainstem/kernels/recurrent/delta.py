@@ -24,6 +24,7 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 from mainstem.kernels.recurrent.blocks import (
+    OF_SEGMENTS,
     check_gates,
     check_heads,
     check_matrix,
@@ -44,6 +45,11 @@ from mainstem.kernels.recurrent.segments import TILE, Segments, TileList
 DECODE_COLUMNS = 32
 SMALL = tl.constexpr(16)  # rows of blocks that are inverted row by row
 EPS = tl.constexpr(1e-6)
+# what may differ between launches for the same model; see `OF_SEGMENTS`
+OF_STEP = (
+    *OF_SEGMENTS, "q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr",
+    "stride_q", "stride_k", "stride_v", "stride_a", "stride_b", "stride_out",
+)  # fmt: skip
 
 
 @triton.jit
@@ -98,7 +104,7 @@ def _delta_decode_kernel(
     write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_STEP)
 def _delta_serial_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, out_ptr,
     starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr,

@@ -19,6 +19,7 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 from mainstem.kernels.recurrent.blocks import (
+    OF_SEGMENTS,
     check_gates,
     check_heads,
     check_matrix,
@@ -37,6 +38,11 @@ from mainstem.kernels.recurrent.blocks import (
 from mainstem.kernels.recurrent.segments import TILE, Segments
 
 DECODE_COLUMNS = 32
+# what may differ between launches for the same model; see `OF_SEGMENTS`
+OF_STEP = (
+    *OF_SEGMENTS, "x_ptr", "b_ptr", "c_ptr", "dt_ptr", "out_ptr",
+    "stride_x", "stride_b", "stride_c", "stride_dt", "stride_out",
+)  # fmt: skip
 
 
 @triton.jit
@@ -89,7 +95,7 @@ def _scan_decode_kernel(
     write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_STEP)
 def _scan_serial_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
     starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr,

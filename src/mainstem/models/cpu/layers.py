@@ -137,7 +137,9 @@ class LayerNorm:
     """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis."""
 
     def __init__(self, gain: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._gain, self._bias, self._eps = gain, bias, eps
+        self._gain, self._eps = gain, eps
+        # torch wants both in the dtype of x or both in fp32, which only some gains are (Nemotron)
+        self._bias = None if bias is None else bias.to(gain.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self._gain.shape, self._gain, self._bias, self._eps)
