@@ -171,6 +171,49 @@ def test_update_weights_and_sleep(folders: tuple[Path, Path], model: PreTrainedM
             llm.wake_up(["everything"])
 
 
+def test_the_calls_of_a_trainer_beside_its_engine(
+    folders: tuple[Path, Path], model: PreTrainedModel
+) -> None:
+    """The order of TRL's colocated mode: asleep while it trains, then weights, then pages."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    with LLM(folders[0], device="cpu", max_num_seqs=8, max_num_batched_tokens=256) as llm:
+        expected = llm.generate(prompts, sampling_params=greedy, use_tqdm=False)
+        for _ in range(2):
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+            llm.update_weights(model.named_parameters())
+            llm.reset_prefix_cache()
+            llm.wake_up(tags=["weights"])
+            llm.wake_up(tags=["kv_cache"])
+            found = llm.generate(prompts, sampling_params=greedy, use_tqdm=False)
+            assert [each.outputs[0].token_ids for each in found] == [
+                each.outputs[0].token_ids for each in expected
+            ]
+            (drawn,) = found[0].outputs[0].logprobs[0].values()
+            assert drawn.rank == 1
+
+
+def test_a_caller_that_leaves_does_not_stop_the_engine(folders: tuple[Path, Path]) -> None:
+    """Before its update has begun, or while it waits for open requests."""
+
+    async def run() -> None:
+        async with AsyncLLM(folders[0], device="cpu", kv_tokens=1024) as llm:
+            open_answer = llm.stream(PROMPTS[0], WARM)
+            await anext(open_answer)
+            for wait in (0, 1):
+                update = asyncio.create_task(llm.update_weights(folders[1]))
+                await asyncio.sleep(0)
+                if wait:
+                    await anext(open_answer)
+                update.cancel()
+            assert [piece async for piece in open_answer][-1].finish_reason == "length"
+            await llm.update_weights(folders[0])
+            assert await llm.generate(PROMPTS[0], WARM)
+
+    asyncio.run(run())
+
+
 def test_async_rollouts_and_updates(folders: tuple[Path, Path]) -> None:
     async def run() -> list[RolloutGroup]:
         async with AsyncLLM(folders[0], device="cpu", kv_tokens=4096) as llm:

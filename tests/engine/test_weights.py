@@ -5,7 +5,9 @@ code on the same numbers, so tokens are equal.
 """
 
 import gc
+import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from weakref import ref
 
@@ -14,12 +16,13 @@ import torch
 from torch import Tensor
 
 from mainstem.core.config import CacheConfig, EngineConfig, ModelConfig, StoreConfig
-from mainstem.core.errors import EngineAsleep, InvalidRequest, WeightsLost
+from mainstem.core.errors import EngineAsleep, InvalidRequest, UnsupportedModel, WeightsLost
 from mainstem.core.events import EventBus, PagesCleared
 from mainstem.core.request import FinishReason, Output
 from mainstem.core.weights import FolderUpdate, Tag, TensorUpdate, Update, UpdateMode
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
+from mainstem.models.weights import WeightDigest
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import make_checkpoint
 
@@ -333,6 +336,129 @@ def test_dropped_tensors_must_come_again(engine: Engine, folders: tuple[Path, Pa
         engine.submit(a_request(PROMPTS[0]))
     change(engine, TensorUpdate(tensors.items()))
     assert answers(engine) == fresh_answers(folders[1])
+
+
+def test_two_updates_at_once_are_made_in_order(engine: Engine, folders: tuple[Path, Path]) -> None:
+    engine.submit(a_request(PROMPTS[0], 20, name="before"))
+    engine.step()
+    first = engine.update_weights(FolderUpdate(folders[1]))
+    broken = engine.update_weights(TensorUpdate([("model.norm.weight", torch.zeros(3))]))
+    engine.submit(a_request(PROMPTS[0], 10, name="after"))
+    last = engine.update_weights(TensorUpdate(tensors_of(folders[1]).items()))
+    found = run_all(engine, [])
+    assert first.result() != last.result() == engine.weights_version
+    with pytest.raises(InvalidRequest, match="has shape"):
+        broken.result()
+    weights = {o.request_id: o.weights for o in found.outputs if o.finish_reason is not None}
+    assert weights["after"] == (last.result(),)
+    assert found.tokens["after", 0] == fresh_answers(folders[1])[0]
+    engine.check()
+
+
+def test_lost_weights_end_requests_that_would_go_on(
+    engine: Engine, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder changes after its tensors were read: nobody knows which weights these are."""
+    engine.submit(a_request(PROMPTS[0], 200, name="before"))
+    engine.step()
+    wait, num_calls = WeightDigest.wait, count(1)
+
+    def changed(digest: WeightDigest) -> bytes:
+        if next(num_calls) > 1:
+            raise UnsupportedModel("model.safetensors changed")
+        return wait(digest)
+
+    monkeypatch.setattr(WeightDigest, "wait", changed)
+    future = engine.update_weights(FolderUpdate(folders[1]), UpdateMode.CONTINUE)
+    outputs = run_all(engine, []).outputs
+    with pytest.raises(WeightsLost, match="changed"):
+        future.result()
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+    with pytest.raises(WeightsLost):
+        engine.submit(a_request(PROMPTS[0]))
+    with pytest.raises(InvalidRequest, match="none to go on with"):
+        engine.resume_weights()
+    monkeypatch.undo()
+    change(engine, FolderUpdate(folders[0]))
+    assert answers(engine) == fresh_answers(folders[0])
+    engine.check()
+
+
+def test_sleep_waits_for_requests_and_ends_those_that_come_meanwhile(
+    engine: Engine, folders: tuple[Path, Path]
+) -> None:
+    engine.submit(a_request(PROMPTS[0], 10, name="before"))
+    engine.step()
+    asleep = engine.sleep(1)
+    engine.submit(a_request(PROMPTS[0], 10, name="late"))
+    found = run_all(engine, [])
+    assert asleep.done()
+    ends = {o.request_id: o for o in found.outputs if o.finish_reason is not None}
+    assert found.tokens["before", 0] == fresh_answers(folders[0])[0][1:]
+    assert ends["late"].finish_reason is FinishReason.ERROR
+    assert "wake_up" in str(ends["late"].fault)
+    again = engine.sleep(1)
+    with pytest.raises(InvalidRequest, match="sleeps already"):
+        settle(engine, again)
+    settle(engine, engine.wake())
+    settle(engine, engine.wake())  # twice
+    assert answers(engine) == fresh_answers(folders[0])
+    engine.check()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_while_asleep_wakes_the_weights(
+    engine: Engine, folders: tuple[Path, Path], level: int
+) -> None:
+    """Also with a part of them: the others are read from their folder again."""
+    name = "model.norm.weight"
+    settle(engine, engine.sleep(level))
+    with pytest.raises(InvalidRequest, match="has shape"):
+        change(engine, TensorUpdate([(name, torch.zeros(3))]))
+    change(engine, TensorUpdate([(name, tensors_of(folders[0])[name])]))
+    with pytest.raises(EngineAsleep):
+        engine.submit(a_request(PROMPTS[0]))
+    settle(engine, engine.wake(frozenset({Tag.KV_CACHE})))
+    assert answers(engine) == fresh_answers(folders[0])
+
+
+def test_an_engine_that_lost_its_weights_sleeps_and_goes_on(
+    engine: Engine, folders: tuple[Path, Path]
+) -> None:
+    for is_awake in (False, True):
+        engine.lose_weights()
+        with pytest.raises(InvalidRequest, match="lacks"):  # changes nothing
+            change(engine, TensorUpdate([("model.norm.weight", torch.ones(48))]))
+        settle(engine, engine.sleep(2))
+        if is_awake:
+            settle(engine, engine.wake())
+            with pytest.raises(WeightsLost):
+                engine.submit(a_request(PROMPTS[0]))
+        engine.resume_weights()
+        if not is_awake:
+            with pytest.raises(EngineAsleep):
+                engine.submit(a_request(PROMPTS[0]))
+            settle(engine, engine.wake(frozenset({Tag.KV_CACHE})))
+        assert answers(engine) == fresh_answers(folders[0])
+
+
+def test_the_folder_of_the_model_may_have_changed(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """All tensors are taken, since nothing is read from it; a part is refused."""
+    shutil.copytree(folders[0], tmp_path / "c")
+    engine = build_engine(tmp_path / "c", CONFIG)
+    shutil.copy(folders[1] / "model.safetensors", tmp_path / "new")
+    (tmp_path / "new").replace(tmp_path / "c" / "model.safetensors")
+    tensors = tensors_of(folders[1])
+    part = {"model.norm.weight": tensors["model.norm.weight"]}
+    with pytest.raises(InvalidRequest, match="lacks"):
+        change(engine, TensorUpdate(part.items()))
+    assert answers(engine) == fresh_answers(folders[0])
+    change(engine, TensorUpdate(tensors.items()))
+    change(engine, TensorUpdate(part.items()))
+    assert answers(engine) == fresh_answers(folders[1])
+    engine.close()
 
 
 def settle(engine: Engine, future: "object") -> None:

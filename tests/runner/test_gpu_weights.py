@@ -2,6 +2,7 @@
 interpreter (test_interpreter.py); with CUDA graphs in tests/gpu/test_weights_gpu.py."""
 
 import os
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mainstem.core.weights import FolderUpdate, Tag, TensorUpdate
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.models.pour import CannotPour, pour
+from mainstem.runner.gpu_weights import Freed
 from mainstem.runner.origin import folder_origin
 from tests.builders import a_request, run_all
 from tests.engine.test_weights import change, settle, tensors_of
@@ -105,6 +107,31 @@ def test_sleep_and_wake(folders: tuple[Path, Path], level: int) -> None:
             answer(engine)
         change(engine, TensorUpdate(tensors_of(folders[0]).items()))
     assert answer(engine) == fresh(folders[0])
+    engine.close()
+
+
+@interpreted
+def test_too_little_memory_to_sleep_or_to_wake(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that were moved come back once, whatever happens to the others."""
+    engine = an_engine(folders[0])
+    expected = answer(engine)
+    for name, work in (("__init__", lambda: engine.sleep(1)), ("restore", engine.wake)):
+        real, num_calls = getattr(Freed, name), count(1)
+
+        def limited(freed: Freed, *args: object, real=real, calls=num_calls) -> None:  # type: ignore[no-untyped-def]
+            if next(calls) == 3:
+                raise MemoryError
+            real(freed, *args)
+
+        monkeypatch.setattr(Freed, name, limited)
+        with pytest.raises(MemoryError):
+            settle(engine, work())
+        if name == "__init__":
+            assert answer(engine) == expected
+        settle(engine, work())
+    assert answer(engine) == expected
     engine.close()
 
 

@@ -68,7 +68,7 @@ class ModelWeights(Protocol):
         ...
 
     def resume(self) -> None:
-        """Undo `lose`, if no update has begun since; raises InvalidRequest."""
+        """Undo `lose`, if nothing has changed since; raises InvalidRequest. Wakes the weights."""
         ...
 
     def sleep(self, level: int) -> None:

@@ -158,12 +158,13 @@ class Engine:
                 identity = weights.update(update)
             except WeightsLost as error:
                 self._fault = error
+                self._scheduler.abort_all()  # nothing can go on without weights
                 raise
             self.identity = identity
             self._scheduler.change_weights(identity)
-            self._note_awake(frozenset({Tag.WEIGHTS}))
             if was_lost:
-                self._fault = EngineAsleep() if self._asleep else None
+                self._fault = EngineAsleep()
+            self._note_awake(frozenset({Tag.WEIGHTS}))
             return self.weights_version
 
         return self._change(work, mode)
@@ -182,7 +183,8 @@ class Engine:
         """Undo `lose_weights`: answer with the weights that the engine was started with."""
         if isinstance(self._fault, WeightsLost):
             self._changeable().resume()
-            self._fault = None
+            self._fault = EngineAsleep()
+            self._note_awake(frozenset({Tag.WEIGHTS}))
         return self.weights_version
 
     def sleep(self, level: int, mode: UpdateMode = UpdateMode.FINISH) -> "Future[str]":

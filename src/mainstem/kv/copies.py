@@ -1,11 +1,15 @@
 """Copies between the device and the tiers below it that are in progress: pages and states."""
 
+from time import sleep
+
 from mainstem.core.ids import PageKey
 from mainstem.core.interrupts import held_interrupts
 from mainstem.kv.loading import PageLoader
 from mainstem.kv.saving import PageSaver
 from mainstem.kv.stack import TierStack
 from mainstem.kv.stored_states import StoredStates
+
+POLL_S = 0.0005
 
 
 class TierCopies:
@@ -57,6 +61,14 @@ class TierCopies:
                 if self._states is not None:
                     self._states.drop_postponed()
                 return
+
+    def settle(self) -> None:
+        """Return when no copy is in progress. Nobody waits for what was loaded."""
+        self.flush()
+        while self.num_copies:
+            self.poll(0.0)
+            sleep(POLL_S)
+        self._loader.take_news()
 
     def close(self) -> None:
         """See KVStore.close."""

@@ -158,6 +158,30 @@ class PageChain:
         return self.token_ids[depth * self.page_size : (depth + 1) * self.page_size]
 
 
+class Naming:
+    """Names the pages of prompts for one version of the weights."""
+
+    def __init__(self, identity: bytes, page_size: int) -> None:
+        self._identity, self._page_size = identity, page_size
+        self._last: PageChain | None = None  # reused: similar prompts arrive together
+
+    def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int) -> PageChain:
+        """The names of the pages of `token_ids`.
+
+        Full pages of the first `public_tokens` are named without the salt, so requests with any
+        salt find them. The salt is mixed in after them.
+        """
+        num_public = public_tokens // self._page_size
+        if not salt or not num_public:
+            root = root_key(self._identity, self._page_size, salt)
+            self._last = PageChain.of(root, self._page_size, token_ids, self._last)
+            return self._last
+        root = root_key(self._identity, self._page_size, b"")
+        public = PageChain.of(root, self._page_size, token_ids[: num_public * self._page_size])
+        chain = public.branched(num_public, salt).extended(token_ids)
+        return replace(chain, public_tokens=public_tokens)
+
+
 def page_keys(previous: PageKey, token_ids: Int32s, page_size: int) -> list[PageKey]:
     """Keys of the full pages of `token_ids`, continuing the chain from `previous`."""
     raw = token_ids.tobytes()

@@ -1,6 +1,7 @@
 """The device pages and how many holders each has."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mainstem.core.errors import OutOfPages
 from mainstem.core.step import Int32s
@@ -76,6 +77,11 @@ class PagePool:
         if self.parts is not None:
             self.parts.end(pages)
         self.give_back(pages)
+
+    def num_only_copied(self, is_indexed: NDArray[np.bool_]) -> int:
+        """Pages that copies hold and no sequence. `is_indexed`: which pages the index holds."""
+        is_in_use = self.holders > self.copies + is_indexed
+        return int(np.count_nonzero((self.copies > 0) & ~is_in_use))
 
     def recount(self, holders: Int32s) -> None:
         """Set the holders of every page that are no copies, after a call that may have been

@@ -2,18 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from time import sleep
 
 import numpy as np
 
 from mainstem.core.config import Saving, StoreConfig
 from mainstem.core.errors import OutOfPages
-from mainstem.core.events import (
-    EventBus,
-    PagesCleared,
-    PagesEvicted,
-)
+from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s
@@ -21,7 +15,7 @@ from mainstem.kv.copies import TierCopies
 from mainstem.kv.eviction import policy_named
 from mainstem.kv.finder import Match, PageFinder
 from mainstem.kv.index import PrefixIndex
-from mainstem.kv.keys import PageChain, PageName, root_key
+from mainstem.kv.keys import Naming, PageChain, PageName
 from mainstem.kv.loading import PageLoader, StoredRun
 from mainstem.kv.parts import WindowParts
 from mainstem.kv.pool import PagePool
@@ -31,7 +25,6 @@ from mainstem.kv.states import StateStore
 from mainstem.kv.stored_states import StoredStates
 
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
-POLL_S = 0.0005
 DEFAULT_CONFIG = StoreConfig()
 
 
@@ -68,8 +61,7 @@ class KVStore:
         if parts is not None:
             parts.pinned = lambda: self._index.order.pinned
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
-        self._identity = identity
-        self._last_chain: PageChain | None = None  # reused: similar prompts arrive together
+        self._naming = Naming(identity, page_size)
         self._bus = bus
         self.stack = stack = stack or TierStack(bus)
         self.saver = PageSaver(self._pool, self._index, stack, bus, config.save)
@@ -95,10 +87,8 @@ class KVStore:
 
     def num_held(self) -> int:
         """Pages that sequences hold."""
-        pool = self._pool
-        is_in_use = pool.holders > pool.copies + self._index.is_indexed
-        is_only_copied = (pool.copies > 0) & ~is_in_use
-        return self.num_pages - self.num_takeable() - int(np.count_nonzero(is_only_copied))
+        num_copied = self._pool.num_only_copied(self._index.is_indexed)
+        return self.num_pages - self.num_takeable() - num_copied
 
     def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
         """Set `awaited`: it takes a number of pages and returns the chains that queued requests
@@ -107,20 +97,8 @@ class KVStore:
         self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
-        """The names of the pages of `token_ids`.
-
-        Full pages of the first `public_tokens` are named without the salt, so requests with any
-        salt find them. The salt is mixed in after them.
-        """
-        num_public = public_tokens // self.page_size
-        if not salt or not num_public:
-            root = root_key(self._identity, self.page_size, salt)
-            self._last_chain = PageChain.of(root, self.page_size, token_ids, self._last_chain)
-            return self._last_chain
-        root = root_key(self._identity, self.page_size, b"")
-        public = PageChain.of(root, self.page_size, token_ids[: num_public * self.page_size])
-        chain = public.branched(num_public, salt).extended(token_ids)
-        return replace(chain, public_tokens=public_tokens)
+        """The names of the pages of `token_ids`; see Naming."""
+        return self._naming.chain(token_ids, salt, public_tokens)
 
     def pin(self, chain: PageChain) -> list[PageKey]:
         """Pin the READY pages of a chain, and the page that begins like its partial last page: they
@@ -260,11 +238,6 @@ class KVStore:
         """Saves and loads in progress."""
         return self._copies.num_copies
 
-    @property
-    def saves_while_decoding(self) -> bool:
-        """Whether pages of answers are saved as soon as they have names."""
-        return self.saver.saves_while_decoding
-
     def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
         """Load a run of pages from lower tiers, without evicting any of `kept`.
 
@@ -346,10 +319,8 @@ class KVStore:
     def clear_device(self) -> int:
         """Forget every page on the device that no sequence holds, without saving it; returns how
         many."""
-        before = self.num_cached_pages
-        with self.distrust():
-            pass
-        return before - self.num_cached_pages
+        with self.saver.closed():
+            return self._forget_idle()
 
     def clear(self) -> int:
         """Forget every page, in every tier, that no sequence or copy uses; returns how many of them
@@ -372,16 +343,12 @@ class KVStore:
 
         Waits for copies. Sequences that run keep their pages, without names.
         """
-        self.flush()
-        while self.num_copies:
-            self.poll()
-            sleep(POLL_S)
-        self.loader.take_news()
+        self._copies.settle()
         if self.states is not None:
             self.states.forget_kept()
         indexed = np.flatnonzero(self._index.is_indexed).astype(np.int32)
         self._index.unname(indexed)
-        self._identity, self._last_chain = identity, None
+        self._naming = Naming(identity, self.page_size)
         if self._bus.has_listeners(PagesCleared):
             self._bus.publish(PagesCleared())
 

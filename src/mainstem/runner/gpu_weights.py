@@ -44,16 +44,22 @@ class GpuParts:
             try:
                 change.run(plan)
                 self._synchronize()
+                self._capture()
             except Exception as error:
                 raise WeightsLost(
                     f"an update stopped in the middle ({error}): update all weights again"
                 ) from error
-        self._capture()
 
     def sleep(self, level: int) -> None:
         runner = self._runner
         runner.drop_graphs()
-        self._weights = [Freed(each, level == 1) for each in storages(self._change.tensors())]
+        try:
+            for each in storages(self._change.tensors()):
+                self._weights.append(Freed(each, level == 1))
+        except Exception:  # too little host memory
+            self._restore_weights()
+            self._capture()
+            raise
         tensors = list(runner.pages.tensors)
         if runner.states is not None:
             tensors.append(runner.states.pieces)
@@ -64,9 +70,7 @@ class GpuParts:
 
     def wake(self, tags: frozenset[Tag], source: Checkpoint | None) -> None:
         if Tag.KV_CACHE in tags:
-            for each in self._pages:
-                each.restore()
-            self._pages = []
+            _restore(self._pages)
         if Tag.WEIGHTS in tags:
             self._restore_weights()
             if source is not None:
@@ -80,9 +84,7 @@ class GpuParts:
         return change
 
     def _restore_weights(self) -> None:
-        for each in self._weights:
-            each.restore()
-        self._weights = []
+        _restore(self._weights)
 
     def _capture(self) -> None:
         """Capture the graphs that `sleep` dropped, if all memory is there."""
@@ -125,6 +127,14 @@ class Freed:
     def _bytes(self) -> Tensor:
         device = self._storage.device
         return torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage)
+
+
+def _restore(freed: list[Freed]) -> None:
+    """Empties the list. After an error, which may be too little memory, it holds the others, so
+    that a later call goes on."""
+    while freed:
+        freed[-1].restore()
+        freed.pop()
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -11,7 +11,7 @@ A tensor that is not given has the value that it had: that of the folder, or of 
 import ctypes
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_bytes
@@ -79,9 +79,8 @@ class RunnerWeights:
     def __init__(self, loaded: LoadFacts, parts: Parts) -> None:
         self._loaded = loaded
         self._parts = parts
-        self._values: _Values | None = _Values(
-            loaded.origin, loaded.identify(loaded.origin), {}, frozenset()
-        )
+        self._first_identity = loaded.identify(loaded.origin)
+        self._values: _Values | None = _Values(loaded.origin, self._first_identity, {}, frozenset())
         self._last_origin = loaded.origin
         self._before_loss: _Values | None = None
         self._is_dropped = False  # `sleep` has dropped them
@@ -94,7 +93,7 @@ class RunnerWeights:
                 values = self._take_tensors(update)
         except UnsupportedModel as error:
             raise InvalidRequest("weights", f"{error}") from None
-        self._values, self._is_dropped = values, False
+        self._values, self._before_loss, self._is_dropped = values, None, False
         self._last_origin = values.origin
         return values.identity
 
@@ -104,7 +103,9 @@ class RunnerWeights:
     def resume(self) -> None:
         if self._before_loss is None:
             raise InvalidRequest("weights", "there are none to go on with; update all of them")
-        self._values, self._before_loss = self._before_loss, None
+        source = self._source(self._before_loss) if self._is_dropped else None
+        self._parts.wake(frozenset({Tag.WEIGHTS}), source)
+        self._values, self._before_loss, self._is_dropped = self._before_loss, None, False
 
     def sleep(self, level: int) -> None:
         if level not in (1, 2):
@@ -146,7 +147,7 @@ class RunnerWeights:
         try:
             return self._loaded.identify(origin)
         except UnsupportedModel as error:
-            self._values = None
+            self._values = self._before_loss = None
             raise WeightsLost(f"{error}") from None
 
     # --- some tensors ---------------------------------------------------------------------------
@@ -158,21 +159,29 @@ class RunnerWeights:
             given, mark = collect(update), token_bytes(32)
         if not given:
             raise InvalidRequest("weights", "there are no tensors")
-        before = self._values
-        if before is None:  # nothing is in force: all must be given
-            before = _Values(RandomOrigin(self._last_origin.spec, 0), b"", {}, frozenset())
+        before = self._staying()
         names = _canonical(given, self._source(before))
         held, lost = before.held | names, before.lost - names.keys()
         source = self._source(_Values(before.origin, b"", held, lost))
         is_whole = self._values is None or self._is_dropped
+        kept = _own(names) if self._parts.keeps_values else {}
         self._change(source, None if is_whole else frozenset(names))
-        identity = sha256(
-            MARK + self._loaded.identify(self._loaded.origin) + before.identity + mark
-        )
+        identity = sha256(MARK + self._first_identity + before.identity + mark)
         if self._parts.keeps_values:
-            kept = _own(names)
             return _Values(before.origin, identity.digest(), before.held | kept, frozenset())
         return _Values(before.origin, identity.digest(), {}, lost | names.keys())
+
+    def _staying(self) -> _Values:
+        """The values of tensors that are not given. Nothing is read from a folder that has changed:
+        what it held must be given."""
+        spec, values = self._last_origin.spec, self._values
+        if values is None:
+            return _Values(RandomOrigin(spec, 0), b"", {}, frozenset())
+        try:
+            self._source(values)
+        except UnsupportedModel:
+            return replace(values, origin=RandomOrigin(spec, 0))
+        return values
 
     def _source(self, values: _Values) -> Checkpoint:
         """All tensors as they are to be."""
@@ -187,11 +196,10 @@ class RunnerWeights:
         return source
 
     def _change(self, source: Checkpoint, names: frozenset[str] | None) -> None:
-        self._before_loss = None
         try:
             self._parts.change(source, names)
         except WeightsLost:
-            self._values = None
+            self._values = self._before_loss = None
             raise
 
 

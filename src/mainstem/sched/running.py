@@ -180,7 +180,7 @@ class RunningSet:
         that they are saved to lower tiers. If there are no lower tiers, or pages are saved only at
         the end, pages are named when the sequence leaves instead. The last token is not in a page
         yet: its id is known, but its K and V are not computed."""
-        if not self.store.saves_while_decoding:
+        if not self.store.saver.saves_while_decoding:
             return
         table, page_size = self.table, self.page_size
         num_filled = table.total[slots] - table.pending[slots] - 1

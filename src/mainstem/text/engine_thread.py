@@ -131,6 +131,8 @@ class EngineThread:
                 self._engine.abort(command)
 
     def _begin(self, change: "_Change") -> None:
+        if not change.done.set_running_or_notify_cancel():
+            return  # the caller no longer waits; from here on, it cannot cancel
         try:
             begun = change.begin(self._engine.engine)
         except Exception as error:  # raised in the caller
@@ -139,6 +141,8 @@ class EngineThread:
         self._changes.append(change)
 
         def end(begun: "Future[str]") -> None:
+            if change not in self._changes:
+                return  # its caller has an error already, since the thread stops
             self._changes.remove(change)
             if (error := begun.exception()) is not None:
                 change.done.set_exception(error)
@@ -202,7 +206,7 @@ class EngineThread:
         while (command := self._commands.get()) is not None:
             if isinstance(command, Request):
                 self._deliver([Ended(command.request_id, EngineLost(reason))])
-            elif isinstance(command, _Change):
+            elif isinstance(command, _Change) and command.done.set_running_or_notify_cancel():
                 command.done.set_exception(EngineLost(reason))
 
 

@@ -4,6 +4,8 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ from safetensors.torch import save
 from mainstem.core.json import AnyJson
 from tests.engine.test_weights import tensors_of
 from tests.models.checkpoints import make_checkpoint
+from tests.server.checked_engine import PIPE
 from tests.server.process import Process, a_process
 from tests.server.running import ADMIN, until
 
@@ -88,6 +91,7 @@ def test_updates_sleep_and_a_crash(server: Process, root: Path) -> None:
     assert third["text"] == first["text"]
     assert third["weights"] == [back.json()["version"]] != [name]
     check_sleep(server, first["text"])
+    check_update_asleep(server, second["text"])
     check_crash(server, root, first["text"], second["text"])
 
 
@@ -120,8 +124,16 @@ def check_sleep(server: Process, text: str) -> None:
     assert choice(server)["text"] == text
 
 
+def check_update_asleep(server: Process, text: str) -> None:
+    """An update brings the memory of weights back, so only that of pages must be woken."""
+    assert admin(server, "sleep", {"level": 2}).json()["is_sleeping"]
+    assert admin(server, "weights", {"folder": "."}).json()["is_sleeping"]
+    assert not admin(server, "wake_up", {"tags": ["kv_cache"]}).json()["is_sleeping"]
+    assert choice(server)["text"] == text
+
+
 def check_crash(server: Process, root: Path, first: str, second: str) -> None:
-    """The weights of --model never come back in silence."""
+    """The weights of --model never come back in silence, after an update or during one."""
     kill(server)
     lost = complete(server)
     assert lost.status_code == 503
@@ -132,12 +144,31 @@ def check_crash(server: Process, root: Path, first: str, second: str) -> None:
     assert complete(server).status_code == 503
     assert admin(server, "weights", {"folder": "."}).status_code == 200
     assert choice(server)["text"] == second
-    kill(server)
-    assert complete(server).status_code == 503
+    with a_held_update(server, root) as update:
+        kill(server)
+    assert update.result().status_code == 503
+    assert "ended" in update.result().json()["error"]["message"]
+    lost = complete(server)
+    assert lost.status_code == 503
+    assert "Update all weights again, or go on" in lost.json()["error"]["message"]
+    refused = server.request("POST", "/admin/weights", content=save(part), headers=BYTES)
+    assert refused.status_code == 400, refused.text
     assert admin(server, "weights", {"resume": True}).status_code == 200
     assert choice(server)["text"] == first
     kill(server)
     assert choice(server)["text"] == first  # nothing was updated since
+
+
+@contextmanager
+def a_held_update(server: Process, root: Path) -> Iterator[Future[httpx.Response]]:
+    """An update that has changed the engine's weights and is not over."""
+    pipe = root / "a" / PIPE
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(admin, server, "weights", {"folder": "."})
+        with pipe.open("wb"):  # returns when the engine reads it
+            yield update
+    pipe.unlink()
 
 
 def kill(server: Process) -> None:

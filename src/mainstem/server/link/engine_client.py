@@ -183,17 +183,20 @@ class EngineClient:
         EngineFault."""
         was_updated, self._is_updated = self._is_updated, True
         try:
-            return await self._call_change(lambda call: protocol.UpdateWeights(call, path, mode))
+            version = await self._call_change(lambda call: protocol.UpdateWeights(call, path, mode))
         except WeightsLost:
             raise
         except InvalidRequest:  # the old weights are in force
             self._is_updated = was_updated
             raise
+        self._asleep -= {Tag.WEIGHTS}
+        return version
 
     async def resume_weights(self) -> str:
         """After a crash: answer with the model that the server was started with."""
         version = await self._call_change(protocol.ResumeWeights)
         self._is_updated = False
+        self._asleep -= {Tag.WEIGHTS}
         return version
 
     async def sleep(self, level: int, mode: UpdateMode) -> str:
