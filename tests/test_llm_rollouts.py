@@ -177,7 +177,8 @@ def test_the_calls_of_a_trainer_beside_its_engine(
     """The order of TRL's colocated mode: asleep while it trains, then weights, then pages."""
     greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    with LLM(folders[0], device="cpu", max_num_seqs=8, max_num_batched_tokens=256) as llm:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    with LLM(folders[0], device="cpu", kv_tokens=1024, enable_sleep_mode=True, **limits) as llm:
         expected = llm.generate(prompts, sampling_params=greedy, use_tqdm=False)
         for _ in range(2):
             llm.sleep(level=2)
