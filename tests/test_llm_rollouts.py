@@ -177,8 +177,14 @@ def test_the_calls_of_a_trainer_beside_its_engine(
     """The order of TRL's colocated mode: asleep while it trains, then weights, then pages."""
     greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
-    with LLM(folders[0], device="cpu", kv_tokens=1024, enable_sleep_mode=True, **limits) as llm:
+    with LLM(
+        folders[0],
+        device="cpu",
+        kv_tokens=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        enable_sleep_mode=True,
+    ) as llm:
         expected = llm.generate(prompts, sampling_params=greedy, use_tqdm=False)
         for _ in range(2):
             llm.sleep(level=2)
@@ -191,7 +197,9 @@ def test_the_calls_of_a_trainer_beside_its_engine(
             assert [each.outputs[0].token_ids for each in found] == [
                 each.outputs[0].token_ids for each in expected
             ]
-            (drawn,) = found[0].outputs[0].logprobs[0].values()
+            logprobs = found[0].outputs[0].logprobs
+            assert logprobs is not None
+            (drawn,) = logprobs[0].values()
             assert drawn.rank == 1
 
 
