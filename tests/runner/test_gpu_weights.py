@@ -129,7 +129,10 @@ def test_too_little_memory_to_sleep_or_to_wake(
     """Weights that were moved come back once, whatever happens to the others."""
     engine = an_engine(folders[0])
     expected = answer(engine)
-    works = {"__init__": lambda: engine.sleep(1), "restore": lambda: engine.wake()}
+    works: dict[str, Callable[[], object]] = {
+        "__init__": lambda: engine.sleep(1),
+        "restore": engine.wake,
+    }
     for name, work in works.items():
         monkeypatch.setattr(Freed, name, failing_once(getattr(Freed, name)))
         with pytest.raises(MemoryError):
