@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -177,7 +178,14 @@ def test_the_calls_of_a_trainer_beside_its_engine(
     """The order of TRL's colocated mode: asleep while it trains, then weights, then pages."""
     greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    with LLM(folders[0], device="cpu", max_num_seqs=8, max_num_batched_tokens=256) as llm:
+    with LLM(
+        folders[0],
+        device="cpu",
+        kv_tokens=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        enable_sleep_mode=True,
+    ) as llm:
         expected = llm.generate(prompts, sampling_params=greedy, use_tqdm=False)
         for _ in range(2):
             llm.sleep(level=2)
@@ -190,26 +198,36 @@ def test_the_calls_of_a_trainer_beside_its_engine(
             assert [each.outputs[0].token_ids for each in found] == [
                 each.outputs[0].token_ids for each in expected
             ]
-            (drawn,) = found[0].outputs[0].logprobs[0].values()
+            logprobs = found[0].outputs[0].logprobs
+            assert logprobs is not None
+            (drawn,) = logprobs[0].values()
             assert drawn.rank == 1
 
 
-def test_a_caller_that_leaves_does_not_stop_the_engine(folders: tuple[Path, Path]) -> None:
-    """Before its update has begun, or while it waits for open requests."""
+def test_callers_that_leave_do_not_stop_the_engine(
+    folders: tuple[Path, Path], model: PreTrainedModel
+) -> None:
+    """One leaves while its update runs, and one before the engine has seen what it asked."""
+    is_begun, may_end = Event(), Event()
+
+    def held() -> Iterator[tuple[str, torch.Tensor]]:
+        is_begun.set()
+        assert may_end.wait(60)
+        yield from model.named_parameters()
 
     async def run() -> None:
-        async with AsyncLLM(folders[0], device="cpu", kv_tokens=1024) as llm:
-            open_answer = llm.stream(PROMPTS[0], WARM)
-            await anext(open_answer)
-            for wait in (0, 1):
-                update = asyncio.create_task(llm.update_weights(folders[1]))
-                await asyncio.sleep(0)
-                if wait:
-                    await anext(open_answer)
-                update.cancel()
-            assert [piece async for piece in open_answer][-1].finish_reason == "length"
-            await llm.update_weights(folders[0])
-            assert await llm.generate(PROMPTS[0], WARM)
+        async with AsyncLLM(folders[1], device="cpu", kv_tokens=1024) as llm:
+            first = llm.weights_version
+            update = asyncio.create_task(llm.update_weights(held()))
+            await asyncio.to_thread(is_begun.wait, 60)
+            refused = asyncio.create_task(llm.sleep(3))
+            await asyncio.sleep(0)  # it is queued
+            update.cancel()
+            refused.cancel()
+            await asyncio.gather(update, refused, return_exceptions=True)
+            may_end.set()
+            found = await llm.generate(PROMPTS[0], WARM)
+            assert found.outputs[0].weights == (llm.weights_version,) != (first,)
 
     asyncio.run(run())
 

@@ -62,6 +62,11 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "hf_overrides": OnlyAt((None,), "edit config.json in a copy of the model's folder"),
     "load_format": OnlyAt(("auto", "safetensors", None), "weights are read from safetensors"),
     "disable_log_stats": OnlyAt((True, None), "no statistics are logged; llm.counters has them"),
+    "enable_sleep_mode": OnlyAt((True, False, None), "every LLM can sleep; leave it out"),
+    "logprobs_mode": OnlyAt(
+        ("raw_logprobs", None), "outputs have drawn_logprobs, which are vLLM's processed ones"
+    ),
+    "model_impl": OnlyAt(("auto", None), "models are those of this engine; leave it out"),
     "enable_lora": OnlyAt((False, None), "not supported: merge adapters into the weights"),
     "speculative_config": OnlyAt((None,), "not supported; leave it out"),
     "compilation_config": OnlyAt((None,), "torch.compile is not used; leave it out"),
@@ -100,6 +105,9 @@ class VllmArguments(TypedDict, total=False):
     hf_overrides: object
     load_format: str | None
     disable_log_stats: bool | None
+    enable_sleep_mode: bool | None
+    logprobs_mode: str | None
+    model_impl: str | None
     enable_lora: bool | None
     speculative_config: object
     compilation_config: object

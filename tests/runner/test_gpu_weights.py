@@ -2,6 +2,7 @@
 interpreter (test_interpreter.py); with CUDA graphs in tests/gpu/test_weights_gpu.py."""
 
 import os
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -110,6 +111,17 @@ def test_sleep_and_wake(folders: tuple[Path, Path], level: int) -> None:
     engine.close()
 
 
+def failing_once(real: Callable[..., None]) -> Callable[..., None]:
+    num_calls = count(1)
+
+    def limited(*args: object) -> None:
+        if next(num_calls) == 3:
+            raise MemoryError
+        real(*args)
+
+    return limited
+
+
 @interpreted
 def test_too_little_memory_to_sleep_or_to_wake(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -117,15 +129,12 @@ def test_too_little_memory_to_sleep_or_to_wake(
     """Weights that were moved come back once, whatever happens to the others."""
     engine = an_engine(folders[0])
     expected = answer(engine)
-    for name, work in (("__init__", lambda: engine.sleep(1)), ("restore", engine.wake)):
-        real, num_calls = getattr(Freed, name), count(1)
-
-        def limited(freed: Freed, *args: object, real=real, calls=num_calls) -> None:  # type: ignore[no-untyped-def]
-            if next(calls) == 3:
-                raise MemoryError
-            real(freed, *args)
-
-        monkeypatch.setattr(Freed, name, limited)
+    works: dict[str, Callable[[], object]] = {
+        "__init__": lambda: engine.sleep(1),
+        "restore": engine.wake,
+    }
+    for name, work in works.items():
+        monkeypatch.setattr(Freed, name, failing_once(getattr(Freed, name)))
         with pytest.raises(MemoryError):
             settle(engine, work())
         if name == "__init__":

@@ -1,8 +1,7 @@
 """LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any
 
@@ -10,12 +9,11 @@ from tqdm import tqdm
 
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import AnswerFailed, InvalidRequest
-from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.interrupts import guarded_interrupts
-from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams, id_array
-from mainstem.core.step import Int32s
+from mainstem.core.request import Overflow, Request, SamplingParams
 from mainstem.core.weights import Tag, UpdateMode
 from mainstem.llm.bar import PromptBar
+from mainstem.llm.calls import GivenPrompts, PromptCall, ScoringCall
 from mainstem.llm.loaded import (
     LoadedModel,
     ReadyPrompt,
@@ -41,7 +39,7 @@ from mainstem.text.prompts import (
     listed_prompts,
     listed_sessions,
 )
-from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
+from mainstem.text.results import AnswerPiece, RequestOutput, piece_of
 from mainstem.text.scoring import ContextScoring, ScoreOutput
 from mainstem.text.text_engine import TextEngine
 
@@ -94,7 +92,7 @@ class LLM(LoadedModel):
         params = self._params(sampling_params, len(listed))
         names, policy = listed_sessions(sessions, len(listed)), overflow_policy(overflow)
         with self._call():
-            return self._run(_GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm)
+            return self._run(GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm)
 
     def chat(
         self,
@@ -125,9 +123,7 @@ class LLM(LoadedModel):
                     with refusals.at(index):
                         ids[index] = self.encode_turn(session, text)
             shown = [None if text is None else without_marks(text) for text in texts]
-            results = self._run(
-                _GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm
-            )
+            results = self._run(GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm)
             for (session, text), result in zip(turns, results, strict=True):
                 if text is not None and result.error is None:
                     output_ids = result.outputs[0].token_ids
@@ -367,109 +363,20 @@ class LLM(LoadedModel):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(
-        self, given: "_GivenPrompts", refusals: Refusals, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        results: dict[str, RequestOutput] = {}
-        indices: dict[str, int] = {}
-        prompts: dict[RequestId, Int32s] = {}
-        rows = zip(given.texts, given.ids, given.params, strict=True)
-        for index, (text, ids, sampling) in enumerate(rows):
-            request_id = self._next_id()
-            results[request_id] = empty_result(request_id, text, ids or [], sampling)
-            indices[request_id] = index
-            if ids is not None:
-                with refusals.at(index):
-                    prompts[request_id] = id_array(ids)
-        faults: dict[str, str] = {}
-
-        def submit(request_id: RequestId, place: int | None) -> bool:
-            index = indices[request_id]
-            with refusals.at(index):
-                session = given.sessions[index]
-                self.text_engine.submit(
-                    Request(
-                        request_id,
-                        prompts[request_id],
-                        given.params[index],
-                        grammar=self._compiled(given.params[index]),
-                        delivery=Delivery.AT_END,
-                        plan_place=place,
-                        session=None if session is None else SessionId(session),
-                        overflow=given.overflow,
-                    )
-                )
-                progress.add(results[request_id])
-                return True
-            return False
-
-        def hear(outputs: list[Output]) -> int:
-            self._check_open()
-            num_ended = 0
-            for output in outputs:
-                result = results[output.request_id]
-                add_piece(result, piece_of(output, self.tokenizer))
-                if output.fault is not None:
-                    faults[output.request_id] = output.fault
-                num_ended += result.finished
-            return num_ended
-
+    def _run(self, given: GivenPrompts, refusals: Refusals, use_tqdm: bool) -> list[RequestOutput]:
         with _bar("req", use_tqdm) as bar:
-            progress = PromptBar(self.counters, bar)
-            self._steps.run(prompts, submit, hear, progress)
-        listed = [*results.values()]
-        for index, reason in refusals.reasons.items():
-            listed[index].outputs, listed[index].error = [], reason
-        if faults and refusals.on_error is OnError.RAISE:
-            first, fault = min((indices[name], fault) for name, fault in faults.items())
-            counted = f"{len(faults)} of {len(listed)} prompts could not be answered"
-            raise AnswerFailed(f"{counted}; number {first}: {fault}", listed)
-        for name, fault in faults.items():
-            results[name].error = fault
-        return listed
+            call = PromptCall(self, given, refusals, PromptBar(self.counters, bar))
+            self._steps.run(call.prompts, call.submit, call.hear, call.progress)
+        return call.results()
 
     def _run_scorings(
         self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
     ) -> dict[int, str]:
         """Score all choices; returns the failures by context."""
-        asked: dict[RequestId, tuple[int, int, Request]] = {}  # context, place in it, request
-        for index, scoring in scorings.items():
-            for place, request in enumerate(self._score_requests(scoring)):
-                asked[request.request_id] = index, place, request
-        faults: dict[int, str] = {}
-
-        def submit(request_id: RequestId, plan_place: int | None) -> bool:
-            index, _, request = asked[request_id]
-            with refusals.at(index):
-                self.text_engine.submit(replace(request, plan_place=plan_place))
-                return True
-            return False
-
-        def hear(outputs: list[Output]) -> int:
-            self._check_open()
-            for output in outputs:
-                index, place, _ = asked[output.request_id]
-                if output.fault is not None:
-                    faults[index] = output.fault
-                else:
-                    scorings[index].take(place, output)
-            return len(outputs)
-
-        prompts = {name: request.prompt_ids for name, (_, _, request) in asked.items()}
+        call = ScoringCall(self, scorings, refusals)
         with _bar("prompt", use_tqdm) as bar:
-            self._steps.run(prompts, submit, hear, bar)
-        return faults
-
-
-@dataclass(frozen=True, slots=True)
-class _GivenPrompts:
-    """The prompts of a call, in the caller's order, and how to answer each."""
-
-    texts: Sequence[str | None]  # None: given as ids, or refused
-    ids: Sequence[list[int] | None]  # None: refused
-    params: Sequence[SamplingParams]
-    sessions: Sequence[str | None]
-    overflow: Overflow | None
+            self._steps.run(call.prompts, call.submit, call.hear, bar)
+        return call.faults
 
 
 def _bar(unit: str, is_shown: bool) -> "tqdm[Any]":
