@@ -26,9 +26,7 @@ class GpuParts:
 
     def __init__(self, runner: GpuRunner, spec: ModelSpec) -> None:
         """`spec` describes the whole model."""
-        self._runner: GpuRunner = proxy(
-            runner
-        )  # which holds this
+        self._runner: GpuRunner = proxy(runner)  # which holds this
         self._spec = spec
         self._weights: list[Freed] = []  # while they sleep
         self._pages: list[Freed] = []

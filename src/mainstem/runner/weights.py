@@ -284,9 +284,7 @@ class CpuParts:
     keeps_values = True
 
     def __init__(self, runner: CpuRunner, make: Callable[[Checkpoint], Decoder]) -> None:
-        self._runner: CpuRunner = proxy(
-            runner
-        )  # which holds this
+        self._runner: CpuRunner = proxy(runner)  # which holds this
         self._make = make
 
     def change(self, source: Checkpoint, names: frozenset[str] | None) -> None:
