@@ -1,4 +1,4 @@
-"""What one call of an LLM has asked, and what came of it so far."""
+"""What one call of an LLM has asked, and the answers so far."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
