@@ -25,7 +25,7 @@ setup: .venv/ready  ## make .venv with everything (torch first, pinned)
 demo: setup  ## answer questions over shared documents, sharing on and off
 	$(BIN)/mainstem demo --out out/demo.jsonl
 
-test: setup lint  ## lint, types, tests: 18 minutes on 2 quiet cores
+test: setup lint  ## lint, types, tests: 10 minutes on 2 quiet cores
 	$(PYTEST) $(WORKERS) -m "not gpu and not slow and not serial"
 	$(PYTEST) -m "not gpu and not slow and serial" $(SERIAL)
 	@$(BIN)/python -m tests.needs
