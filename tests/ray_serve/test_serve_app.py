@@ -41,10 +41,10 @@ class Fleet:
     client: OpenAI
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", headers=_key(ADMIN), timeout=30)
+        return httpx.get(f"{self.url}{path}", headers=_key(ADMIN), timeout=60)
 
     def post(self, path: str, body: dict[str, Any] | None = None, key: str = ALICE) -> Any:
-        return httpx.post(f"{self.url}{path}", json=body, headers=_key(key), timeout=60)
+        return httpx.post(f"{self.url}{path}", json=body, headers=_key(key), timeout=300)
 
     def states(self) -> list[str]:
         found: list[str] = self.get("/health").json()["replicas"]
