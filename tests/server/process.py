@@ -12,7 +12,7 @@ from threading import Thread
 import httpx
 
 from mainstem.core.json import AnyJson
-from tests.server.running import until
+from tests.server.running import LIMIT_S, until
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Process:
 
     def request(self, method: str, path: str, **fields: object) -> httpx.Response:
         if self._client is None:
-            self._client = httpx.Client(base_url=self.url, timeout=60, verify=False)
+            self._client = httpx.Client(base_url=self.url, timeout=LIMIT_S, verify=False)
         return self._client.request(method, path, **fields)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -48,11 +48,11 @@ class Process:
     def stop(self) -> int:
         """Stop the server with SIGTERM; returns its exit status."""
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(60)
+        return self.popen.wait(LIMIT_S)
 
     def kill(self) -> None:
         self.popen.kill()
-        self.popen.wait(60)
+        self.popen.wait(LIMIT_S)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def a_process(flags: Sequence[str], kind: str = "fake") -> Iterator[Process]:
         finally:
             process.close()
             popen.kill()
-            popen.wait(60)
+            popen.wait(LIMIT_S)
             reader.join(30)
 
 

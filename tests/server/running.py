@@ -28,6 +28,8 @@ from mainstem.text.sessions import SessionLimits, Sessions
 from tests.fake_engines import FakeEngines
 from tests.server.thread_engine import ThreadEngine
 
+LIMIT_S = 300.0  # for a reply, or the end of a process, on one busy core
+
 T = TypeVar("T")
 
 ALICE, BOB, ADMIN = "alice-key-0123456789", "bob-key-0123456789ab", "admin-key-0123456789"
@@ -51,7 +53,7 @@ class Running:
 
     @cached_property
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, verify=False)
+        return httpx.Client(base_url=self.url, timeout=LIMIT_S, verify=False)
 
     def send(
         self, method: str, path: str, body: AnyJson | None = None, key: str | None = None

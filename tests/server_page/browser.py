@@ -18,7 +18,7 @@ FLAGS = (
     "--disable-background-networking --disable-component-update --disable-dev-shm-usage "
     "--remote-debugging-pipe"
 )
-WAIT_S = 60.0
+WAIT_S = 180.0  # Chromium may wait for a busy core for a minute
 # Chromium listens on descriptor 3 and answers on 4: put the pipes there, then become Chromium
 PUT_PIPES = """
 import os, sys

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Timer
-from time import monotonic
+from time import monotonic, sleep
 
 import psutil
 import pytest
@@ -42,6 +42,7 @@ from tests.models.quantized.cases import CASES
 from tests.models.quantized.checkpoints import write_gpt_oss, write_quantized
 from tests.models.quantized.test_ranks import WIDE
 from tests.models.test_shards import FAMILIES
+from tests.runner.ranks.test_group import is_over
 
 pytestmark = pytest.mark.torch
 
@@ -140,13 +141,23 @@ def kill_a_rank(engine: Engine, after_s: float, victim: int) -> None:
     timer.start()
     with pytest.raises(EngineLost, match=rf"rank {victim} of 2 \(process {ranks[victim].pid}\)"):
         keep_asking(engine, monotonic() + after_s + LIMIT_S)
-    assert not any(rank.is_running() for rank in ranks)
+    end_s = monotonic() + LIMIT_S
+    while not all(is_over(rank.pid) for rank in ranks):
+        assert monotonic() < end_s
+        sleep(0.01)
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended; its parent may not have heard of it yet
+        return ""
 
 
 def rank_processes() -> list[psutil.Process]:
     """The ranks' processes, in the order in which they were started."""
     children = psutil.Process().children()
-    found = [child for child in children if "rank_process" in " ".join(child.cmdline())]
+    found = [child for child in children if "rank_process" in command_of(child)]
     return sorted(found, key=lambda child: child.pid)
 
 
