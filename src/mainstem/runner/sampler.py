@@ -274,6 +274,12 @@ def drawn_logprobs(edited: Tensor, token_ids: Tensor, batch: SampleBatch, rows: 
     Probabilities of a row are summed in fp64, in the order of the tokens' ids or, if the row is
     filtered, of their scores.
     """
+    starts = range(0, len(rows), _LOGPROB_ROWS)
+    parts = [slice(first, first + _LOGPROB_ROWS) for first in starts]
+    return torch.cat([_drawn(edited[part], token_ids[part], batch, rows[part]) for part in parts])
+
+
+def _drawn(edited: Tensor, token_ids: Tensor, batch: SampleBatch, rows: Int64s) -> Tensor:
     device = edited.device
     temperature = torch.from_numpy(batch.temperature[rows]).to(device)
     is_drawn = temperature > 0
