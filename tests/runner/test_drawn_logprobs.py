@@ -79,3 +79,18 @@ def test_tokens_that_a_mask_excludes_have_no_share() -> None:
     batch = a_batch([(1.0, 0, 1.0, 0.0)])
     found = drawn_logprobs(logits, torch.tensor([1]), batch, np.array([0]))
     assert found.tolist() == pytest.approx([np.log(0.5)])
+
+
+def test_rows_are_independent_of_how_many_there_are() -> None:
+    """300 rows are computed in three parts; every fifth is greedy."""
+    temperatures = [0.0 if number % 5 == 0 else 0.5 + number / 100 for number in range(300)]
+    batch = a_batch([(temperature, 0, 1.0, 0.0) for temperature in temperatures])
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(300, VOCAB, generator=generator)
+    tokens = torch.randint(VOCAB, (300,), generator=generator)
+    found = drawn_logprobs(logits, tokens, batch, np.arange(300))
+    alone = [
+        drawn_logprobs(logits[row][None], tokens[row][None], batch, np.array([row]))
+        for row in range(300)
+    ]
+    assert found.tolist() == pytest.approx(torch.cat(alone).tolist(), abs=1e-5)
