@@ -146,6 +146,7 @@ class SequenceStates:
     ) -> None:
         """A sequence starts from its state. It is cut where sequences that are `coming` part from
         it, and at `planned` positions."""
+        self._states.note_start(found.state)
         self._states.hold(found.state)  # so that it is not evicted for the slot of its own
         own = self._states.take()
         self._table.state_own[slot] = self._states.adopt(found.state) if own is None else own
@@ -273,7 +274,7 @@ class SequenceStates:
 
     def launched(self, step_id: StepId) -> None:
         """The step was made."""
-        self._store.report_states()
+        self._states.report()
         if self._stored is not None:
             self._stored.states.launched(step_id)
 
