@@ -27,6 +27,7 @@ def require_interpreter() -> None:
 
 in_another_process = [
     pytest.mark.torch,
+    pytest.mark.timeout(1800),  # after a change of sources it takes minutes, on a busy core many
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here"),
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1",

@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.torch
+@pytest.mark.timeout(1800)  # of all kernels, on a busy core
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 @pytest.mark.parametrize(
     ("target", "which"),
