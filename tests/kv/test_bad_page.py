@@ -100,7 +100,7 @@ def test_what_follows_a_damaged_page_is_computed_if_it_is_not_worth_loading_any_
 
     def stop_at_gap(loader: Loader, found: Candidate, num_cached: int) -> None:
         stop(loader, found, num_cached)
-        stopped.append(len(loader.at_gaps))
+        stopped.append(len(loader.gap_ends))
 
     def is_worth_it_before(*args: Any) -> bool:
         return not stopped and is_worth_it(*args)

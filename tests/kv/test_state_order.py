@@ -159,13 +159,13 @@ def test_random_trees_are_evicted_as_defined(seed: int) -> None:
                 model.use(StatePlace.of(chain, found))
             continue
         stems[rng.integers(len(stems))] = chain.token_ids
-        place, slot = StatePlace.of(chain, num_tokens), store.take()
-        assert slot is not None
+        place, lent = StatePlace.of(chain, num_tokens), store.take()
+        assert lent is not None
         if len(model.kept) == 9:
             gone = model.evict()
             assert not store.has(gone)
         assert all(map(store.has, model.kept))
-        store.keep(place, slot)
+        store.keep(place, lent)
         model.use(place)
         store.check()
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count, dropwhile, takewhile
 from math import ceil
 from time import monotonic, perf_counter
 
@@ -27,7 +27,7 @@ from mainstem.kv.keys import PageChain
 from mainstem.kv.places import HOST, IN_HOST, PIECE, StoredCounts, fastest
 from mainstem.kv.pool import PagePool
 from mainstem.kv.stack import READ_LIMIT_S, Page, TierStack
-from mainstem.kv.tier import Answer, LowerTier
+from mainstem.kv.tier import Answer
 from mainstem.kv.transfer import LoadId, TierLink, Transfer
 
 READ_PIECE = 32  # pages read from a lower tier, then copied to the device, at a time
@@ -82,10 +82,7 @@ class PageLoader:
         self._news: list[PageKey] = []  # keys that `take_news` has not returned yet
         self.links = stack.links  # by which pages come up, from host memory first
         self.page_bytes, self.num_layers = stack.page_bytes, stack.num_layers
-        self.questions = OpenQuestions([tier for _, tier in stack.below if tier.is_shared])
-        stack.on_answer = self._note_answer
-        # the names of a state's pieces, given that of the first (kv/stored_states.py)
-        self.pieces_after: Callable[[PageKey], list[PageKey]] = lambda first: [first]
+        self.questions = OpenQuestions(index, stack)
 
     @property
     def num_loads(self) -> int:
@@ -120,45 +117,6 @@ class PageLoader:
         for full, number in Counter(below).items():
             counts[fastest(full)] += number
         return StoredCounts(num_pages, tuple(counts[HOST + 1 :]))
-
-    # --- what other processes have --------------------------------------------------------------
-
-    def ask(
-        self, keys: Sequence[PageKey], states: Mapping[PageKey, PageKey] | None = None
-    ) -> PageKey | None:
-        """Ask shared tiers for the pages of a chain after those that `stored` counts, and for
-        states of recurrent layers: the first piece of each, and the page before it. Returns the
-        key of the answer. None: there is no tier to ask, or no such page."""
-        if not self.questions.tiers:
-            return None
-        return self.questions.ask(keys[self.stored(keys).num_pages :], states or {})
-
-    def _note_answer(self, number: int, answer: Answer) -> None:
-        """Add pages that a shared tier has: written by other processes, or by this one before it
-        lost the connection."""
-        pages, states = self.questions.read(answer)
-        if self.questions.note_answer(answer.asked):
-            self._news.append(answer.asked)
-        self._note_found(number, pages, b"")
-        find = self._stack.pages.get
-        for first, before in reversed(states.items()):  # the deepest state that can be reached
-            page = find(before)
-            if before in self._index or (page is not None and page.full):
-                self._note_found(number, self.pieces_after(first), PIECE)
-                return
-
-    def _note_found(self, number: int, keys: Sequence[PageKey], token_ids: bytes) -> None:
-        """A shared tier has these pages, in chain order."""
-        stack, bit = self._stack, 1 << number
-        known = [(key, stack.pages.get(key)) for key in keys]
-        new = [key for key, page in known if page is None or not page.taken & bit]
-        for key in new:
-            stack.pages.found(key, number, token_ids)
-        # least recently used first: the head of a chain is evicted last
-        stack.carry_out(stack.policy.recover(number, new[::-1], monotonic()))
-        for key in keys:
-            if (page := stack.pages.get(key)) is not None:
-                stack.settle(page)
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -310,7 +268,7 @@ class PageLoader:
         left_s = lead_s
         for load in list(self._loads):
             left_s = self._poll_load(load, left_s)
-        self._news += self.questions.take_late()
+        self._news += self.questions.take_news()
 
     def take_news(self) -> list[PageKey]:
         """The keys that requests need not wait for any longer; each is returned once."""
@@ -440,23 +398,38 @@ class OpenQuestions:
     """Questions to tiers that other processes fill. The key of a question is the last one that it
     asks for."""
 
-    def __init__(self, tiers: Sequence[LowerTier]) -> None:
-        self.tiers = tiers
+    def __init__(self, index: PrefixIndex, stack: TierStack) -> None:
+        self._index = index
+        self._stack = stack
+        self._tiers = [tier for _, tier in stack.below if tier.is_shared]
         self._open: dict[PageKey, _Question] = {}
+        self._answered: list[PageKey] = []  # since `take_news`
+        # the names of a state's pieces, given that of the first (kv/stored_states.py)
+        self.pieces_after: Callable[[PageKey], list[PageKey]] = lambda first: [first]
+        stack.on_answer = self._note_answer
 
-    def ask(self, keys: Sequence[PageKey], states: Mapping[PageKey, PageKey]) -> PageKey | None:
-        """Ask for pages, in chain order, and states that are not stored here; returns the key of
-        the answer. None if there is nothing to ask, or no tier that could be asked."""
-        tiers = [tier for tier in self.tiers if tier.is_open]
-        pages = keys[:MAX_ASKED]
+    def ask(
+        self, keys: Sequence[PageKey], states: Mapping[PageKey, PageKey] | None = None
+    ) -> PageKey | None:
+        """Ask for the pages of a chain after those that are stored here, and for states of
+        recurrent layers: the first piece of each, and the page before it. Returns the key of the
+        answer. None: there is no tier to ask, or nothing to ask for."""
+        tiers = [tier for tier in self._tiers if tier.is_open]
+        if not tiers:
+            return None
+        pages, states = list(dropwhile(self._is_stored, keys))[:MAX_ASKED], states or {}
         asked = [*list(states)[-MAX_ASKED:], *pages]
-        if not tiers or not asked:
+        if not asked:
             return None
         if asked[-1] not in self._open:
             self._open[asked[-1]] = _Question(pages, states, monotonic(), len(tiers))
             for tier in tiers:
                 tier.ask(asked)
         return asked[-1]
+
+    def _is_stored(self, key: PageKey) -> bool:
+        page = self._stack.pages.get(key)
+        return page is not None and bool(page.full)
 
     def is_open(self, key: PageKey) -> bool:
         """Whether an answer is still expected, late or not."""
@@ -468,31 +441,45 @@ class OpenQuestions:
         question = self._open.get(key)
         if question is None or question.is_late:
             return False
-        if SURE * max(tier.link.round_trip_s for tier in self.tiers) > most_s:
+        if SURE * max(tier.link.round_trip_s for tier in self._tiers) > most_s:
             return False
         question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
         return True
 
-    def read(self, answer: Answer) -> tuple[list[PageKey], dict[PageKey, PageKey]]:
-        """What a tier has: leading pages, and states."""
+    def _note_answer(self, number: int, answer: Answer) -> None:
+        """Add what a tier has: written by other processes, or by this one before it lost the
+        connection."""
         question, there = self._open[answer.asked], set(answer.keys)
-        pages = list(takewhile(there.__contains__, question.pages))
-        return pages, {k: before for k, before in question.states.items() if k in there}
-
-    def note_answer(self, key: PageKey) -> bool:
-        """Record the answer of a tier; returns whether all tiers have answered."""
-        question = self._open[key]
         question.num_open -= 1
         if not question.num_open:
-            del self._open[key]
-        return not question.num_open
+            del self._open[answer.asked]
+            self._answered.append(answer.asked)
+        self._note_found(number, list(takewhile(there.__contains__, question.pages)), b"")
+        for first, before in reversed(question.states.items()):  # the deepest that can be reached
+            if first in there and (before in self._index or self._is_stored(before)):
+                self._note_found(number, self.pieces_after(first), PIECE)
+                return
 
-    def take_late(self) -> list[PageKey]:
-        """Return the questions whose wait is over; each is returned once."""
-        if not self._open:
-            return []
-        now_s = monotonic()
-        late = [k for k, q in self._open.items() if not q.is_late and now_s >= q.give_up_s]
-        for key in late:
-            self._open[key].is_late = True
-        return late
+    def _note_found(self, number: int, keys: Sequence[PageKey], token_ids: bytes) -> None:
+        """A tier has these pages, in chain order."""
+        stack, bit = self._stack, 1 << number
+        known = [(key, stack.pages.get(key)) for key in keys]
+        new = [key for key, page in known if page is None or not page.taken & bit]
+        for key in new:
+            stack.pages.found(key, number, token_ids)
+        # least recently used first: the head of a chain is evicted last
+        stack.carry_out(stack.policy.recover(number, new[::-1], monotonic()))
+        for key in keys:
+            if (page := stack.pages.get(key)) is not None:
+                stack.settle(page)
+
+    def take_news(self) -> list[PageKey]:
+        """Return the questions that were answered, or whose wait is over, since the last call."""
+        news, self._answered = self._answered, []
+        if self._open:
+            now_s = monotonic()
+            late = [k for k, q in self._open.items() if not q.is_late and now_s >= q.give_up_s]
+            for key in late:
+                self._open[key].is_late = True
+            news += late
+        return news

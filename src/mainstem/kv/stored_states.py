@@ -89,7 +89,7 @@ class StoredStates:
         self._first_piece = first_piece
         self.num_pieces = num_pieces
         saver.end_pieces = self._end_save
-        loader.pieces_after = lambda first: _numbered(first[:-NUMBER_BYTES], num_pieces)
+        loader.questions.pieces_after = lambda first: _numbered(first[:-NUMBER_BYTES], num_pieces)
         self._committed: list[_Save] = []  # kept by the step that is being made
         self._filling: dict[StepId, list[_Save]] = {}
         self._postponed: dict[_Save, None] = {}  # until host memory has room, oldest first

@@ -3,8 +3,9 @@
 sched/fetching.py has the estimates; the Starter (sched/starting.py) calls the Loader.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from mainstem.sched.fetching import Fetching, StoredHistory
 from mainstem.sched.queue import Candidate, StoredStart, WaitingQueue
 from mainstem.sched.sequence import Sequence
 
+MAKE_S = 0.006  # a step is made this long before the device needs it
+LOOK_S = 0.001  # between two checks of disk reads
+
 
 class Loader:
     """Starts loads, and observes how long steps take."""
@@ -27,7 +31,8 @@ class Loader:
         self.fetching = fetching
         self._store = store
         self._queue = queue
-        self.at_gaps: set[Sequence] = set()  # they compute a page, and then load what follows
+        # sequences that compute only up to a position, and then load what follows
+        self.gap_ends: dict[Sequence, int] = {}
         self._last_end_s = 0.0  # end of the latest step that has ended
         self._last_start_s = 0.0  # when the latest step was made
         self._starts: dict[StepId, float] = {}  # start times of steps that may still run
@@ -42,7 +47,7 @@ class Loader:
                 wanted = found.pages_to_find(store.page_size)
                 stored = store.stored_states
                 states = None if stored is None else stored.to_ask(chain, wanted)
-                asked = store.loader.ask(chain.keys[wanted.start : wanted.stop], states)
+                asked = store.loader.questions.ask(chain.keys[wanted.start : wanted.stop], states)
             history = found.sequence.history = StoredHistory(asked)
         if history.asked is not None and not store.loader.questions.is_open(history.asked):
             history.asked = None
@@ -114,7 +119,7 @@ class Loader:
         """Let a sequence that starts now compute only the next pages, if they were found damaged,
         and loading those after them is faster than computing them."""
         fetching, sequence, chain = self.fetching, found.sequence, found.chain
-        self.at_gaps.discard(sequence)
+        self.gap_ends.pop(sequence, None)
         if not self._store.loader.damaged:
             return
         if fetching is None or chain is None or sequence.truncated is not None:
@@ -131,9 +136,8 @@ class Loader:
         stored = stored_of(chain.keys[number:end])
         gap_tokens = number * page_size - num_cached
         if gap_tokens > 0 and fetching.is_worth_it(stored, 0, len(self._queue)):
-            history.gap_end = number * page_size
+            history.gap_end = self.gap_ends[sequence] = number * page_size
             history.num_gap_tokens += gap_tokens
-            self.at_gaps.add(sequence)
 
     def _load_state(
         self, found: Candidate, wanted: StoredStart, tokens_ahead: int
@@ -166,6 +170,20 @@ class Loader:
         self.fetching.steps.interval_s = min(self._last_end_s - before_s, device_s)
         if device_s and not len(step.load_ids):
             self.fetching.steps.observe(step.num_tokens - step.num_decodes, device_s)
+
+    def poll(self, in_flight: Step | None) -> None:
+        """Let sequences start whose pages are there when the step that is made now begins."""
+        self._queue.unpark(self._store.poll(self.lead_s(in_flight)))
+
+    def look_at_reads(self, in_flight: Step | None, has_ended: Callable[[], bool]) -> None:
+        """Delay the next step while the device is busy anyway. Pages that arrive from disk in this
+        time are copied to the device at once, and the step can still use them."""
+        while self._store.loader.is_reading:
+            left_s = self.lead_s(in_flight) - MAKE_S
+            if left_s <= 0 or has_ended():
+                return
+            self._queue.unpark(self._store.poll(left_s))
+            sleep(min(left_s, LOOK_S))
 
     def lead_s(self, in_flight: Step | None) -> float:
         """Return the least time that a step made now will wait for the step in flight."""

@@ -1,6 +1,7 @@
 """The scheduler takes requests, makes Steps, and takes their results.
 
-What starts next, and why: next_step here, then sched/starting.py and sched/queue.py.
+What starts next, and why: next_step here, then sched/starting.py and sched/queue.py. Who leaves so
+that others can run: sched/room.py.
 
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
                  ^---------'  preempted           new sequences while pages and tokens last
@@ -17,7 +18,7 @@ from itertools import count
 from time import perf_counter, sleep
 
 from mainstem.core.config import SchedConfig, Share, StoreConfig
-from mainstem.core.errors import InvalidRequest, OutOfPages
+from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import (
     EventBus,
     PromptTruncated,
@@ -25,7 +26,7 @@ from mainstem.core.events import (
     StepFinished,
     StepsResized,
 )
-from mainstem.core.ids import RequestId, SeqSlot
+from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, Step, StepId, StepResult
@@ -38,14 +39,13 @@ from mainstem.sched.intake import Intake
 from mainstem.sched.loading import Loader
 from mainstem.sched.outputs import OutputMaker
 from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.room import RoomMaker
 from mainstem.sched.running import RunningSet
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
 from mainstem.sched.starting import OutputLengths, Starter
 from mainstem.sched.step_size import StepSize
 
 REST_S = 0.0003
-MAKE_S = 0.006  # a step is made this long before the device needs it
-LOOK_S = 0.001  # between two checks of disk reads
 
 
 class Scheduler:
@@ -70,7 +70,6 @@ class Scheduler:
         step_s = None if not config.step_ms else config.step_ms * 1e-3
         self._size = StepSize(config.chunk_tokens, max_step_tokens, step_s)
         self._store = self.store = store
-        self._page_size = store.page_size
         self._bus = bus
         # a sequence must fit into all pages together
         self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
@@ -86,6 +85,7 @@ class Scheduler:
         self._loader = Loader(store, self._queue, fetching)
         self._starter = Starter(running, lengths, self._loader, self._retry, bus, config.max_seqs)
         policy = worth_sharing if config.share is Share.READS else share_none
+        self._room = RoomMaker(running, self._endings, self._loader, self._size)
         self._spans = SpanBuilder(store.page_size, policy, config.span_levels, span_align_tokens)
         self._step_ids = count()
         self._host_s = 0.0
@@ -213,14 +213,10 @@ class Scheduler:
         """Return the next step, or None if nothing can run now, perhaps until the step in flight
         commits. `has_ended` says whether the device has finished the step in flight. After an
         error, call `recover`."""
-        self._look_at_reads(has_ended)
+        self._loader.look_at_reads(self._running.in_flight, has_ended)
         begin = perf_counter()
-        self._queue.unpark(self._store.poll(self._loader.lead_s(self._running.in_flight)))
-        if not self._make_way():
-            return None
-        if not self._leave_gaps():
-            return None
-        decodes = self._grow_decodes()
+        self._loader.poll(self._running.in_flight)
+        decodes = self._room.decodes()
         if decodes is None:
             return None
         is_awaited = self._running.has_answers()
@@ -228,7 +224,7 @@ class Scheduler:
         self._starter.fill(work)
         self._store.loader.prefetch()
         if work.num_seqs == 0:
-            self._make_room()
+            self._room.free_parts()
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
         states = None
@@ -354,83 +350,10 @@ class Scheduler:
             assert self._store.num_held() == 0, "a page is still held"
             assert len(self._queue) == 0, "a sequence was forgotten in the queue"
 
-    # --- what goes into a step ------------------------------------------------------------------
-
-    def _make_way(self) -> bool:
-        """Preempt running sequences if a suspect must be tried alone. False: no step can be made
-        before the step in flight has ended, because steps do not overlap while a sequence is in
-        doubt."""
-        self._retry.end_if_nobody_else_is_left()
-        if not self._retry.is_in_doubt:
-            return True
-        if not self._running.is_settled:
-            return False
-        if self._retry.must_clear_the_way():
-            for slot in self._running.slots.tolist():
-                self._endings.preempt(SeqSlot(slot))
-        return True
-
-    def _leave_gaps(self) -> bool:
-        """Let sequences that have computed the page of a gap start again, to load what follows it.
-        False: the step in flight may be computing such a page."""
-        past = self._starter.past_gaps()
-        if past and not self._running.is_settled:
-            return False
-        for slot in past:
-            self._loader.at_gaps.discard(self._table.sequence(slot))
-            self._endings.start_again(slot)
-        return True
-
-    def _grow_decodes(self) -> Int32s | None:
-        """Return the slots that decode, each with a page for its token. Preempts if there are too
-        few pages.
-
-        Returns None if there are too few pages and a step is in flight, which must commit first.
-        """
-        table = self._table
-        while True:
-            running = self._running.slots
-            ready = table.computed[running] >= table.prefill_end[running]
-            ready &= table.total[running] < table.max_total[running]
-            ready &= ~(table.is_sync[running] & (table.pending[running] > 0))
-            decodes = self._size.choose(running[ready], table.last_step)
-            full = decodes[table.computed[decodes] >= table.num_pages[decodes] * self._page_size]
-            if len(full) == 0:
-                return decodes
-            try:
-                self._running.add_pages(full)
-            except OutOfPages:
-                if not self._running.is_settled:
-                    return None
-                self._endings.preempt(self._running.victim())
-                continue
-            return decodes
-
-    def _make_room(self) -> None:
-        """No sequence can run. If that is because running ones lack windowed parts of pages, and
-        no step or copy will give any back, preempt one."""
-        is_stuck = len(self._running) > 0 and self._running.is_settled
-        if is_stuck and self._store.parts is not None and not self._store.num_copies:
-            self._endings.preempt(self._running.victim())
-
-    # --- tiers below the device -----------------------------------------------------------------
-
-    def _look_at_reads(self, has_ended: Callable[[], bool]) -> None:
-        """Delay the next step while the device is busy anyway. Pages that arrive from disk in this
-        time are copied to the device at once, and the step can still use them."""
-        while self._store.loader.is_reading:
-            left_s = self._loader.lead_s(self._running.in_flight) - MAKE_S
-            if left_s <= 0 or has_ended():
-                return
-            self._queue.unpark(self._store.poll(left_s))
-            sleep(min(left_s, LOOK_S))
-
     def rest(self) -> None:
         """Yield the processor for a moment, because nothing can run before a copy is done."""
         if self._sequences and not self._outputs.has_outputs:
             sleep(REST_S)
-
-    # --- helpers --------------------------------------------------------------------------------
 
     def _publish_step(self, step: Step, device_s: float, host_s: float) -> None:
         if not self._bus.has_listeners(StepFinished):

@@ -7,7 +7,6 @@ queue's head --> looked up --> READY or MISS --> may start --> pages, slot, firs
 A sequence may start if, by a forecast, the running ones will not run out of pages (Outlook).
 """
 
-import sys
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,7 +29,7 @@ from mainstem.sched.prompt_logprobs import Collectors
 from mainstem.sched.queue import Candidate
 from mainstem.sched.retry import Retry
 from mainstem.sched.running import RunningSet
-from mainstem.sched.sequence import SeqState, Sequence
+from mainstem.sched.sequence import Sequence
 
 LOAD_AHEAD = 64  # waiting sequences whose pages are loaded before their turn
 # once this many pages were looked up for sequences that a step parks, it starts no more sequences;
@@ -184,7 +183,7 @@ class Starter:
                     return  # there is no room, and no other sequence may overtake it
                 self._num_parked_pages += sequence.num_named_pages
                 continue
-            if sequence not in self._loader.at_gaps:
+            if sequence not in self._loader.gap_ends:
                 self._announce(sequence, int(self._running.table.computed[slot]))
             if sequence.request.sampling.edits_logits:
                 work.started.append(_started(sequence, slot))
@@ -386,7 +385,8 @@ class Starter:
         step. None: there is no room for their windowed parts."""
         table, page_size = self._running.table, self._page_size
         num_before = int(table.computed[slot])
-        end = min(num_before + budget, int(table.prefill_end[slot]), self._gap_end(slot))
+        end = self._loader.gap_ends.get(table.sequence(slot), int(table.prefill_end[slot]))
+        end = min(num_before + budget, end)
         if self._windows is not None:
             end = min(end, self._windows.room(slot))
             if end <= num_before:
@@ -399,22 +399,6 @@ class Starter:
         if end % page_size and is_prompt_end and table.sequence(slot).has_named_tail:
             self._store.commit_tail(int(table.page_table[slot, end // page_size]))
         return Chunk(slot, num_before, token_ids)
-
-    def _gap_end(self, slot: SeqSlot) -> int:
-        """Where a sequence stops to load what follows; else a number beyond every prompt."""
-        sequence = self._running.table.sequence(slot)
-        if sequence not in self._loader.at_gaps:
-            return sys.maxsize
-        assert sequence.history is not None
-        return sequence.history.gap_end or sys.maxsize
-
-    def past_gaps(self) -> list[SeqSlot]:
-        """The slots of sequences that have computed the page of a gap, or are computing it now."""
-        at_gaps, computed = self._loader.at_gaps, self._running.table.computed
-        for sequence in [each for each in at_gaps if each.state is not SeqState.RUNNING]:
-            at_gaps.discard(sequence)
-        slots = [each.slot for each in at_gaps if each.slot is not None]
-        return [slot for slot in slots if computed[slot] >= self._gap_end(slot)]
 
     def _tokens_ahead(self) -> int:
         """The number of prompt tokens that the device computes before those of a sequence that

@@ -32,13 +32,25 @@ def write_quantized(
             module.weight.copy_(torch.from_numpy(numbers))
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{ending}": tensor for ending, tensor in packed.items()}
-    excluded = {"modules_to_not_convert": [f"*{name}" for name in plain]} if plain else {}
-    save_quantized(folder, tensors, case.config | excluded)
+    save_quantized(folder, tensors, case.config | _excluding(case, plain))
     return model
 
 
-def write_quantized_experts(config: PreTrainedConfig, folder: Path, case: Case) -> PreTrainedModel:
-    """Like `write_quantized`, for Qwen's mixtures of experts; only the experts are quantized.
+def _excluding(case: Case, plain: tuple[str, ...]) -> dict[str, object]:
+    """How tools write that products are not quantized. GPTQModel also names modules that have no
+    settings of their own."""
+    if not plain:
+        return {}
+    if case.config["quant_method"] == "gptq":
+        return {"dynamic": {"lm_head": {}} | {f"-:.*{name}.*": {} for name in plain}}
+    return {"modules_to_not_convert": [f"*{name}" for name in plain]}
+
+
+def write_quantized_experts(
+    config: PreTrainedConfig, folder: Path, case: Case, plain: tuple[str, ...] = ()
+) -> PreTrainedModel:
+    """Like `write_quantized`, for Qwen's mixtures of experts; only the experts are quantized, and
+    the others are `plain` by name or by their tensors.
 
     Transformers keeps all experts of a layer in two tensors.
     """
@@ -58,7 +70,7 @@ def write_quantized_experts(config: PreTrainedConfig, folder: Path, case: Case) 
                 one = {p: experts[f"{name}.{index}.{p}_proj"] for p in ("gate", "up", "down")}
                 module.gate_up_proj[index] = torch.cat((one["gate"], one["up"]))
                 module.down_proj[index] = one["down"]
-    save_quantized(folder, tensors, case.config)
+    save_quantized(folder, tensors, case.config | _excluding(case, plain))
     return model
 
 

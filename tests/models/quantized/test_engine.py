@@ -12,10 +12,12 @@ from transformers import (
     FalconH1Config,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
@@ -83,22 +85,33 @@ FALCON_H1 = FalconH1Config(
 GRANITE4 = GraniteMoeHybridConfig(
     **MAMBA, num_local_experts=0, shared_intermediate_size=64, layer_types=["mamba", "attention"]
 )
-QWEN35 = Qwen3_5TextConfig(
-    **TWO_LAYERS,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=8,
-    layer_types=["linear_attention", "full_attention"],
+HYBRID = TWO_LAYERS | {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+QWEN35 = Qwen3_5TextConfig(**HYBRID)
+LFM2 = Lfm2Config(
+    **TWO_LAYERS, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"]
 )
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8 small blocks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq",
+        pytest.param("gptq act-order", marks=pytest.mark.slow),
+        "awq",
+        "fp8 small blocks",
+    ],
+)
 @pytest.mark.parametrize(
     ("config", "plain"),
-    [(FALCON_H1, ()), (GRANITE4, ()), (QWEN35, ("in_proj_a", "in_proj_b"))],
-    ids=["falcon h1", "granite 4", "qwen 3.5"],
+    [(FALCON_H1, ()), (GRANITE4, ()), (QWEN35, ("in_proj_a", "in_proj_b")), (LFM2, ())],
+    ids=["falcon h1", "granite 4", "qwen 3.5", "lfm2"],
 )
 def test_recurrent_layers_answer_as_dequantized_models(
     config: PreTrainedConfig, plain: tuple[str, ...], name: str, tmp_path: Path
@@ -143,6 +156,21 @@ MOE = Qwen3MoeConfig(
 def test_quantized_experts_answer_as_their_dequantized_model(name: str, tmp_path: Path) -> None:
     model = write_quantized_experts(MOE, tmp_path, BY_NAME[name])
     check_batch(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_hybrid_with_quantized_experts_answers_as_its_dequantized_model(
+    name: str, tmp_path: Path
+) -> None:
+    config = Qwen3_5MoeTextConfig(
+        **HYBRID,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+    plain = ("attn", "shared_expert")
+    check_batch(write_quantized_experts(config, tmp_path, BY_NAME[name], plain), tmp_path)
 
 
 def test_gpt_oss_in_mxfp4_answers_as_its_dequantized_model(tmp_path: Path) -> None:
