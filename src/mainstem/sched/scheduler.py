@@ -259,7 +259,7 @@ class Scheduler:
         if device_s and not len(step.load_ids):
             self._size.note_time(step.num_tokens - step.num_decodes, device_s)
         slots, token_ids = step.sample_slots, result.token_ids
-        is_alive = table.is_alive[slots]
+        is_alive = table.is_alive.take(slots)
         if not is_alive.all():
             slots, token_ids = slots[is_alive], token_ids[is_alive]
         for sequence in self._outputs.keep_logprobs(step, result):
@@ -270,7 +270,7 @@ class Scheduler:
         table.append_samples(slots, token_ids)
         self._running.name_filled(slots)
         is_done, ends = self._endings.complete(slots)
-        is_streaming = table.is_streaming[slots] & ~is_done
+        is_streaming = table.is_streaming.take(slots) & ~is_done
         self._outputs.stream(slots[is_streaming], token_ids[is_streaming])
         for end in ends:
             self._endings.finish(*end)
@@ -390,11 +390,12 @@ class Scheduler:
         table = self._table
         while True:
             running = self._running.slots
-            ready = table.computed[running] >= table.prefill_end[running]
-            ready &= table.total[running] < table.max_total[running]
-            ready &= ~(table.is_sync[running] & (table.pending[running] > 0))
+            ready = table.computed.take(running) >= table.prefill_end.take(running)
+            ready &= table.total.take(running) < table.max_total.take(running)
+            ready &= ~(table.is_sync.take(running) & (table.pending.take(running) > 0))
             decodes = self._size.choose(running[ready], table.last_step)
-            full = decodes[table.computed[decodes] >= table.num_pages[decodes] * self._page_size]
+            num_places = table.num_pages.take(decodes) * self._page_size
+            full = decodes[table.computed.take(decodes) >= num_places]
             if len(full) == 0:
                 return decodes
             try:
