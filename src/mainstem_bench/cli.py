@@ -47,6 +47,7 @@ BENCHES = {
     ),
     "heads": ("mainstem_bench.heads", "the same for many head layouts"),
     "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, measured again"),
+    "guard": ("mainstem_bench.guard", "what became slower, by a set of the others"),
     "cuts": ("mainstem_bench.cuts", "how well the attention planner chooses, on random steps"),
 }
 

@@ -1,12 +1,15 @@
 """SharingTree keeps each sequence's pages, and through spans each query sees its context once."""
 
+from dataclasses import fields
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mainstem.core.ragged import ragged_arange, starts_of
-from mainstem.core.step import Int32s
+from mainstem.core.step import Int32s, Spans
 from mainstem.sched.sharing import ROOT, SharingTree
 from mainstem.sched.spans import SpanBuilder, share_all
 
@@ -168,3 +171,28 @@ def test_aligned_spans_begin_at_multiples_only() -> None:
     assert spans.key_tokens.tolist() == [16, 18, 18]
     assert spans.page_ids[:4].tolist() == [0, 1, 2, 3]
     assert spans.page_ids[4:9].tolist() == [4, 5, 6, 10, 11]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_spans_of_a_step_like_the_last_one_equal_those_made_anew(seed: int) -> None:
+    """Sequences grow by one token, or by a chunk; some steps begin a page, and one starts later."""
+    rng, page_size, num_seqs = np.random.default_rng(seed), 4, 5
+    tree = SharingTree()
+    table = rng.permutation(num_seqs * 40).reshape(num_seqs, 40).astype(np.int32)
+    table[1:3, :3] = table[0, :3]  # three sequences share three pages
+    before = rng.integers(12, 20, num_seqs).astype(np.int32)
+    for slot in range(num_seqs - 1):
+        tree.attach(slot, table[slot, : before[slot] // page_size])
+    kept = SpanBuilder(page_size, share_all)
+    for step in range(30):
+        if step == 10:
+            tree.attach(num_seqs - 1, table[num_seqs - 1, :3])
+        slots = np.arange(num_seqs - (step < 10), dtype=np.int32)
+        counts = np.ones(len(slots), np.int32)
+        counts[0] = 7 if step in {5, 6} else 1
+        arguments = (tree, slots, starts_of(counts), before[slots], table)
+        found = kept.build(*arguments)
+        right = SpanBuilder(page_size, share_all).build(*arguments)
+        for field in fields(Spans):
+            np.testing.assert_array_equal(getattr(found, field.name), getattr(right, field.name))
+        before[slots] += counts

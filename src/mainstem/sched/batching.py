@@ -7,7 +7,16 @@ import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.ragged import ragged_arange, starts_of
-from mainstem.core.step import Int32s, Int64s, PageWeighing, StartedSequence, StateUse, Step, StepId
+from mainstem.core.step import (
+    Int32s,
+    Int64s,
+    PageWeighing,
+    Spans,
+    StartedSequence,
+    StateUse,
+    Step,
+    StepId,
+)
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder
 from mainstem.sched.table import SeqTable
@@ -89,17 +98,16 @@ def build_step(
     decodes = batch.decodes
     slots, counts, token_ids = _packed(batch, table)
     seq_starts = starts_of(counts)
-    num_before = table.computed[slots]
-    positions, token_slots = num_before, slots
+    num_before = positions = table.computed.take(slots)
     if batch.chunks:
         positions = np.repeat(num_before, counts) + ragged_arange(counts)
-        token_slots = np.repeat(slots, counts)
+    made = spans.build(tree, slots, seq_starts, num_before, table.page_table)
 
-    carry_to = table.pending[decodes].nonzero()[0].astype(np.int32)
-    carry_from = table.sample_row[decodes[carry_to]]
+    carry_to = table.pending.take(decodes).nonzero()[0].astype(np.int32)
+    carry_from = table.sample_row.take(decodes.take(carry_to))
 
     # a token is sampled after every decode, and after the last chunk of a prompt
-    samples = table.total[slots] == num_before + counts
+    samples = table.total.take(slots) == num_before + counts
     sample_slots = slots[samples]
     copy_from, copy_to = _copy_slots(batch.copies, spans.page_size)
     moves = _move_rows(batch.moves)
@@ -112,8 +120,8 @@ def build_step(
         carry_to=carry_to,
         carry_from=carry_from,
         positions=positions,
-        write_slots=_write_slots(table.page_table, token_slots, positions, spans),
-        spans=spans.build(tree, slots, seq_starts, num_before, table.page_table),
+        write_slots=_write_slots(made, counts, positions, spans.page_size),
+        spans=made,
         sample_rows=seq_starts[1:][samples] - np.int32(1),
         sample_slots=sample_slots,
         sampling=table.sample_batch(sample_slots),
@@ -138,7 +146,7 @@ def build_step(
 
 def _packed(batch: StepWork, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
     """Return slots, the number of tokens of each, and all token ids. Decodes come first."""
-    slots, token_ids = batch.decodes, table.last_token[batch.decodes]
+    slots, token_ids = batch.decodes, table.last_token.take(batch.decodes)
     counts = np.ones(len(slots), np.int32)
     if not batch.chunks:  # a shortcut: with few sequences, the device is ready before the host
         return slots, counts, token_ids
@@ -151,10 +159,16 @@ def _packed(batch: StepWork, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
     )
 
 
-def _write_slots(page_table: Int32s, rows: Int32s, positions: Int32s, spans: SpanBuilder) -> Int64s:
-    page_index, offset = np.divmod(positions, spans.page_size)
-    pages = page_table[rows, page_index].astype(np.int64)
-    return pages * spans.page_size + offset
+def _write_slots(spans: Spans, counts: Int32s, positions: Int32s, page_size: int) -> Int64s:
+    """Return where K and V of each token go: into pages of its sequence's own span. The last spans
+    are those, one for each sequence."""
+    own = len(spans) - len(counts)
+    page_index = positions // page_size
+    page_at = spans.page_starts[own:-1] - spans.key_positions[own:] // page_size
+    if len(positions) > len(counts):
+        page_at = page_at.repeat(counts)
+    pages = spans.page_ids.take(page_at + page_index).astype(np.int64)
+    return pages * page_size + (positions - page_index * page_size)
 
 
 def _copy_slots(copies: list[PageCopy], page_size: int) -> tuple[Int64s, Int64s]:

@@ -63,11 +63,12 @@ class RoomMaker:
         table, page_size = self._running.table, self._running.page_size
         while True:
             running = self._running.slots
-            ready = table.computed[running] >= table.prefill_end[running]
-            ready &= table.total[running] < table.max_total[running]
-            ready &= ~(table.is_sync[running] & (table.pending[running] > 0))
+            ready = table.computed.take(running) >= table.prefill_end.take(running)
+            ready &= table.total.take(running) < table.max_total.take(running)
+            ready &= ~(table.is_sync.take(running) & (table.pending.take(running) > 0))
             decodes = self._size.choose(running[ready], table.last_step)
-            full = decodes[table.computed[decodes] >= table.num_pages[decodes] * page_size]
+            num_places = table.num_pages.take(decodes) * page_size
+            full = decodes[table.computed.take(decodes) >= num_places]
             if len(full) == 0:
                 return decodes
             try:

@@ -227,12 +227,12 @@ class RunningSet:
     def has_answers(self) -> bool:
         """Whether a sequence is past its prompt."""
         table, slots = self.table, self.slots
-        return bool((table.computed[slots] >= table.prefill_end[slots]).any())
+        return bool((table.computed.take(slots) >= table.prefill_end.take(slots)).any())
 
     def unfinished(self) -> list[Sequence]:
         """Sequences whose prompts are being computed, the most urgent first."""
         table, slots = self.table, self.slots
-        under_way = slots[table.computed[slots] < table.prefill_end[slots]]
+        under_way = slots[table.computed.take(slots) < table.prefill_end.take(slots)]
         if len(under_way) == 0:
             return []
         return sorted(map(table.sequence, under_way.tolist()), key=urgency)

@@ -255,7 +255,7 @@ class Scheduler:
         if device_s and not len(step.load_ids):
             self._size.note_time(step.num_tokens - step.num_decodes, device_s)
         slots, token_ids = step.sample_slots, result.token_ids
-        is_alive = table.is_alive[slots]
+        is_alive = table.is_alive.take(slots)
         if not is_alive.all():
             slots, token_ids = slots[is_alive], token_ids[is_alive]
         for sequence in self._outputs.keep_logprobs(step, result):
@@ -266,7 +266,7 @@ class Scheduler:
         table.append_samples(slots, token_ids)
         self._running.name_filled(slots)
         is_done, ends = self._endings.complete(slots)
-        is_streaming = table.is_streaming[slots] & ~is_done
+        is_streaming = table.is_streaming.take(slots) & ~is_done
         self._outputs.stream(slots[is_streaming], token_ids[is_streaming])
         for end in ends:
             self._endings.finish(*end)

@@ -93,12 +93,12 @@ class SharingTree:
 
     def stems_of(self, slots: Int32s) -> Int32s:
         """The deepest stem of each slot."""
-        return self._stem_of_slot[slots]
+        return self._stem_of_slot.take(slots)
 
     def shares(self, slots: Int32s) -> tuple[Int32s, Float32s]:
         """Return how many pages each slot has in the tree, and its part of them: a page counts as
         1/holders."""
-        stems = self._stem_of_slot[slots]
+        stems = self._stem_of_slot.take(slots)
         in_tree = self.end[stems]
         part = np.zeros(len(slots), np.float32)
         while stems.any():
@@ -110,7 +110,7 @@ class SharingTree:
 
     def shared_ends(self, slots: Int32s) -> Int32s:
         """How many first pages of each slot other slots hold, too."""
-        stems = self._stem_of_slot[slots]
+        stems = self._stem_of_slot.take(slots)
         ends = np.zeros(len(slots), np.int32)
         while stems.any():
             is_shared = self._holders[stems] > 1

@@ -37,10 +37,25 @@ class _Shared:
     key_positions: Int32s  # position of the first key: of the shared spans, then of the own spans
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What steps have in common until a sequence starts, ends or reads further into its prompt.
+    Pages are those of the last step: in the next one, a sequence has the same, or one more."""
+
+    seen: tuple[int, bytes, bytes, bytes]
+    shared: _Shared
+    query_starts: Int32s
+    query_rows: Int32s
+    is_causal: Bools
+    num_pages: Int32s  # [seqs] of own spans
+    page_starts: Int32s
+    page_ids: Int32s
+
+
 class SpanBuilder:
     """Makes the spans of a step from page tables and the sharing tree.
 
-    From one decode step to the next only own spans grow. Shared spans are kept until a sequence
+    From one decode step to the next only own spans grow. Everything else is kept until a sequence
     starts, ends or reads further into its prompt.
     """
 
@@ -58,7 +73,7 @@ class SpanBuilder:
         self._align_pages = 1 if align_tokens is None else align_tokens // page_size
         self._max_levels = max_levels
         self._worth_sharing = worth_sharing
-        self._kept: tuple[tuple[int, bytes, bytes, bytes], _Shared] | None = None
+        self._kept: _Kept | None = None
 
     def build(
         self,
@@ -70,36 +85,22 @@ class SpanBuilder:
     ) -> Spans:
         """Return the spans. `num_before` tokens of each sequence precede its tokens in this
         step."""
-        num_readable = np.minimum(num_before // self.page_size, tree.end[tree.stems_of(slots)])
+        num_readable = np.minimum(num_before // self.page_size, tree.end.take(tree.stems_of(slots)))
         seen = (tree.version, slots.tobytes(), seq_starts.tobytes(), num_readable.tobytes())
-        if self._kept is None or self._kept[0] != seen:
-            self._kept = (seen, self._share(tree, slots, seq_starts, num_readable))
-        shared = self._kept[1]
-        counts = seq_starts[1:] - seq_starts[:-1]
-        num_keys = num_before + counts - shared.own_first * self.page_size
-        num_pages = -(-num_keys // self.page_size)
-        page_starts = starts_of(num_pages)
-        offsets = np.arange(page_starts[-1], dtype=np.int32)
-        offsets += (shared.own_first - page_starts[:-1]).repeat(num_pages)
-        own_pages = page_table[slots.repeat(num_pages), offsets]
-        own_rows = np.arange(seq_starts[-1], dtype=np.int32)
-        if len(shared.page_counts) == 0:
-            return Spans(
-                seq_starts, own_rows, page_starts, own_pages, num_keys, counts > 1,
-                key_positions=shared.key_positions,
-            )  # fmt: skip
-        shared_keys = shared.page_counts * self.page_size
-        is_causal = np.zeros(len(shared_keys) + len(slots), np.bool_)
-        is_causal[len(shared_keys) :] = counts > 1
+        kept = self._kept
+        if kept is None or kept.seen != seen:
+            shared = self._share(tree, slots, seq_starts, num_readable)
+            self._kept = kept = _without_pages(seen, shared, seq_starts)
+        own_first = kept.shared.own_first
+        num_keys = num_before + (seq_starts[1:] - seq_starts[:-1]) - own_first * self.page_size
+        _read_pages(kept, -(-num_keys // self.page_size), slots, page_table)
+        shared_keys = kept.shared.page_counts * self.page_size
         return Spans(
-            query_starts=starts_of(np.concatenate([shared.query_counts, counts])),
-            query_rows=np.concatenate([shared.query_rows, own_rows]),
-            page_starts=starts_of(np.concatenate([shared.page_counts, num_pages])),
-            page_ids=np.concatenate([shared.page_ids, own_pages]),
+            kept.query_starts, kept.query_rows, kept.page_starts, kept.page_ids,
             key_tokens=np.concatenate([shared_keys, num_keys]),
-            is_causal=is_causal,
-            key_positions=shared.key_positions,
-        )
+            is_causal=kept.is_causal,
+            key_positions=kept.shared.key_positions,
+        )  # fmt: skip
 
     def _share(
         self, tree: SharingTree, slots: Int32s, seq_starts: Int32s, num_readable: Int32s
@@ -151,6 +152,44 @@ class SpanBuilder:
 
     def _aligned(self, pages: Int32s) -> Int32s:
         return pages // self._align_pages * self._align_pages
+
+
+def _without_pages(
+    seen: tuple[int, bytes, bytes, bytes], shared: _Shared, seq_starts: Int32s
+) -> _Kept:
+    counts = seq_starts[1:] - seq_starts[:-1]
+    own_rows = np.arange(seq_starts[-1], dtype=np.int32)
+    is_causal = np.zeros(len(shared.query_counts) + len(counts), np.bool_)
+    is_causal[len(shared.query_counts) :] = counts > 1
+    none = np.zeros_like(counts)
+    return _Kept(
+        seen, shared,
+        query_starts=starts_of(np.concatenate([shared.query_counts, counts])),
+        query_rows=np.concatenate([shared.query_rows, own_rows]),
+        is_causal=is_causal,
+        num_pages=none,
+        page_starts=starts_of(np.concatenate([shared.page_counts, none])),
+        page_ids=shared.page_ids,
+    )  # fmt: skip
+
+
+def _read_pages(kept: _Kept, num_pages: Int32s, slots: Int32s, page_table: Int32s) -> None:
+    """Give each own span its first `num_pages` pages. Most steps add a page to a few spans, or to
+    none."""
+    added = num_pages - kept.num_pages
+    grown = added.nonzero()[0]
+    if len(grown) == 0:
+        return
+    if (added[grown] == 1).all():
+        last = kept.shared.own_first[grown] + num_pages[grown] - 1
+        at = kept.page_starts[len(kept.shared.page_counts) + 1 :][grown]
+        kept.page_ids = np.insert(kept.page_ids, at, page_table[slots[grown], last])
+    else:
+        offsets = ragged_arange(num_pages) + kept.shared.own_first.repeat(num_pages)
+        own_pages = page_table[slots.repeat(num_pages), offsets]
+        kept.page_ids = np.concatenate([kept.shared.page_ids, own_pages])
+    kept.num_pages = num_pages
+    kept.page_starts = starts_of(np.concatenate([kept.shared.page_counts, num_pages]))
 
 
 def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[Int32s, Int32s]:

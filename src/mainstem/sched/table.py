@@ -188,7 +188,9 @@ class SeqTable:
     def num_read_back(self, slots: Int32s) -> Int32s: ...
     def num_read_back(self, slots: int | Int32s) -> int | Int32s:
         """Output tokens whose ids are known here; `pending` more are on the device."""
-        count: Int32s = self.total[slots] - self.prompt_len[slots] - self.pending[slots]
+        count = self.total.take(slots)  # a third of the time of self.total[slots]
+        count -= self.prompt_len.take(slots)
+        count -= self.pending.take(slots)
         return count
 
     def append_pages(self, slots: Int32s, pages: Int32s) -> None:
@@ -201,29 +203,33 @@ class SeqTable:
     def move_on(self, step_id: StepId, slots: Int32s, counts: Int32s, sample_slots: Int32s) -> None:
         """Count the tokens of a step: it computes `counts` more tokens of `slots`, and samples one
         token for some slots."""
-        self.computed[slots] += counts
-        self.last_step[slots] = step_id
-        self.total[sample_slots] += 1
-        self.pending[sample_slots] += 1
-        self.sample_row[sample_slots] = np.arange(len(sample_slots), dtype=np.int32)
+        at, sampled = slots.astype(np.intp), sample_slots.astype(np.intp)  # numpy's index type
+        self.computed[at] += counts
+        self.last_step[at] = step_id
+        self.total[sampled] += 1
+        self.pending[sampled] += 1
+        self.sample_row[sampled] = np.arange(len(sampled), dtype=np.int32)
 
     def append_samples(self, slots: Int32s, token_ids: Int32s) -> None:
         """Append samples that were read back; `total` counts them already."""
         if len(slots) == 0:
             return
+        at = slots.astype(np.intp)
         column = self.num_read_back(slots)
         self._widen_outputs(int(column.max()) + 1)
-        self.outputs[slots, column] = token_ids
-        self.last_token[slots] = token_ids
-        self.pending[slots] -= 1
+        self.outputs[at, column] = token_ids
+        self.last_token[at] = token_ids
+        self.pending[at] -= 1
 
     def is_stop(self, slots: Int32s, token_ids: Int32s) -> Bools:
         """Which of these new samples end their sequence."""
-        stops: Bools = (self.stop_ids[slots] == token_ids[:, None]).any(axis=1)
-        for row in self.has_many_stops[slots].nonzero()[0]:
+        stops: Bools = np.zeros(len(slots), np.bool_)
+        stops[(self.stop_ids.take(slots, axis=0) == token_ids[:, None]).nonzero()[0]] = True
+        for row in self.has_many_stops.take(slots).nonzero()[0]:
             stops[row] = int(token_ids[row]) in self.sequence(slots[row]).request.stop_ids
-        is_allowed: Bools = self.num_read_back(slots) > self.min_output[slots]
-        return stops & is_allowed
+        for row in stops.nonzero()[0]:
+            stops[row] = self.num_read_back(slots[row]) > self.min_output[slots[row]]
+        return stops
 
     def sample_batch(self, slots: Int32s) -> SampleBatch:
         """Return how the next token of each of these slots is chosen."""

@@ -128,8 +128,8 @@ class KernelPlan(NamedTuple):
         """
         pieces, stored, entries = self.pieces, self.stored, self.arrays.entries
         table, shares = pieces.table.copy(), self.arrays.shares.copy()
-        table[:, layout.PIECE_PAGES_AT] = page = spans.page_starts[pieces.span]
-        key_end = spans.key_tokens[pieces.span]
+        table[:, layout.PIECE_PAGES_AT] = page = spans.page_starts.take(pieces.span)
+        key_end = spans.key_tokens.take(pieces.span)
         if pieces.within is not None:
             pages, ends, hidden = pieces.within
             page += pages
@@ -139,9 +139,9 @@ class KernelPlan(NamedTuple):
             page_ids = np.concatenate((page_ids, NO_PAGE))
         queries = spans.query_starts[1:] - spans.query_starts[:-1]
         limits = np.where(spans.is_causal, spans.key_tokens - queries, NO_LIMIT)
-        table[:, layout.PIECE_FIRST_PAGE] = page_ids[page.astype(np.int64)]  # numpy's index type
+        table[:, layout.PIECE_FIRST_PAGE] = page_ids.take(page)
         table[:, layout.PIECE_KEY_END] = key_end
-        table[:, layout.PIECE_FIRST_LIMIT] = limits[pieces.span]
+        table[:, layout.PIECE_FIRST_LIMIT] = limits.take(pieces.span)
         units = table.take(stored.pieces, axis=0)
         units[:, layout.PIECE_KV_HEAD] = stored.heads
         large, first = len(stored.of_large), len(stored.of_large) + len(stored.of_small)
