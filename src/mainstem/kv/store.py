@@ -19,6 +19,7 @@ from mainstem.kv.keys import Naming, PageChain, PageName
 from mainstem.kv.loading import PageLoader, StoredRun
 from mainstem.kv.parts import WindowParts
 from mainstem.kv.pool import PagePool
+from mainstem.kv.rows import RowSlots
 from mainstem.kv.saving import PageSaver
 from mainstem.kv.stack import TierStack
 from mainstem.kv.states import StateStore
@@ -47,14 +48,19 @@ class KVStore:
         num_states: int = 0,
         *,
         pages_per_state: int = 1,
+        rows_per_slot: int = 0,
+        row_slots_per_state: int = 0,
         parts: WindowParts | None = None,
     ) -> None:
         """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
-        models without recurrent layers. `parts` has the windowed parts of pages, if they have a
-        pool of their own."""
+        models without recurrent layers. `row_slots_per_state`: see RowSlots; 0: no sequence keeps
+        rows. `parts` has the windowed parts of pages, if they have a pool of their own."""
         self.num_pages, self.page_size = num_pages, page_size
         self.states = StateStore(num_states) if num_states else None
         self.stored_states: StoredStates | None = None  # of a model with states and tiers
+        self.rows: RowSlots | None = None
+        if self.states is not None and row_slots_per_state:
+            self.rows = RowSlots(self.states, row_slots_per_state, rows_per_slot)
         self.parts = parts
         self._pool = PagePool(num_pages, parts)
         self._index = PrefixIndex(self._pool, page_size, bus, policy_named(config.policy))
@@ -305,6 +311,8 @@ class KVStore:
         """After a failed step: no state on the device can be trusted, and no sequence has one."""
         assert self.states is not None, "the model has no states"
         self.states.clear()
+        if self.rows is not None:
+            self.rows.clear()
         if self.stored_states is not None:
             self.stored_states.forget_unsaved()
 
@@ -370,6 +378,8 @@ class KVStore:
         self._index.check()
         if self.states is not None:
             self.states.check()
+        if self.rows is not None:
+            self.rows.check()
         self.stack.check()
         self.loader.check()
         if self.stored_states is not None:

@@ -17,7 +17,7 @@ from itertools import count
 from time import perf_counter, sleep
 
 from mainstem.core.config import SchedConfig, Share, StoreConfig
-from mainstem.core.errors import InvalidRequest, OutOfPages
+from mainstem.core.errors import InvalidRequest, OutOfPages, OutOfStates
 from mainstem.core.events import (
     EventBus,
     PromptTruncated,
@@ -382,10 +382,10 @@ class Scheduler:
         return True
 
     def _grow_decodes(self) -> Int32s | None:
-        """Return the slots that decode, each with a page for its token. Preempts if there are too
-        few pages.
+        """Return the slots that decode, each with a page for its token, and with a state slot if it
+        folds its rows. Preempts if there are too few.
 
-        Returns None if there are too few pages and a step is in flight, which must commit first.
+        Returns None if there are too few and a step is in flight, which must commit first.
         """
         table = self._table
         while True:
@@ -395,11 +395,11 @@ class Scheduler:
             ready &= ~(table.is_sync[running] & (table.pending[running] > 0))
             decodes = self._size.choose(running[ready], table.last_step)
             full = decodes[table.computed[decodes] >= table.num_pages[decodes] * self._page_size]
-            if len(full) == 0:
-                return decodes
             try:
-                self._running.add_pages(full)
-            except OutOfPages:
+                self._running.plan_folds(decodes)
+                if len(full):
+                    self._running.add_pages(full)
+            except (OutOfPages, OutOfStates):
                 if not self._running.is_settled:
                     return None
                 self._endings.preempt(self._running.victim())
