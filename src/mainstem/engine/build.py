@@ -124,6 +124,8 @@ def join(
         config.store,
         facts.num_states,
         pages_per_state=facts.pages_per_state,
+        rows_per_slot=facts.rows_per_slot,
+        row_slots_per_state=facts.row_slots_per_state,
         parts=parts,
     )
     if facts.num_states and stack.tiers and store.stored_states is None:

@@ -163,7 +163,8 @@ class SequenceStates:
         begin = int(table.computed[slot])
         if chain is not None and self._stored is not None and found.state != NO_STATE:
             self._stored.note_use(chain, begin)
-        forks = [*planned, *self._forks(sequence, coming)]
+        met = self._common(sequence, coming)
+        forks = [*planned, *met]
         if self.rows is not None and self.rows.fit(found, begin, budget):
             is_best = self._prefers_rows(found, begin, forks)
             if (is_best or not states.has_room()) and self.rows.start(slot):
@@ -174,15 +175,19 @@ class SequenceStates:
             return
         last = found.num_known - 1  # it is always computed, for its logits
         request = sequence.request
-        wanted = [last, found.num_matched, request.keep_tokens, *request.boundaries, *forks]
+        wanted = [last, found.num_matched, request.keep_tokens, *request.boundaries, *planned]
         cuts = {self._findable(min(position, last), found.num_known) for position in wanted}
         cuts.add(last // self._page_size * self._page_size)
+        if sequence.chain is not None:
+            cuts |= {self._findable(position, len(sequence.chain.token_ids)) for position in met}
         self._plan(sequence, cuts)
 
-    def _forks(self, sequence: Sequence, coming: Iterable[Sequence]) -> list[int]:
-        """Where other sequences part from one that starts now."""
+    def _common(self, sequence: Sequence, coming: Iterable[Sequence]) -> list[int]:
+        """How many leading tokens a sequence that starts now has in common with each other."""
+        if (chain := sequence.chain) is None:
+            return []
         return [
-            self._shared(sequence, theirs, other.num_reusable(len(theirs.token_ids)))
+            min(chain.num_common(theirs), other.num_reusable(len(theirs.token_ids)))
             for other in coming
             if other is not sequence and (theirs := other.chain) is not None
         ]
