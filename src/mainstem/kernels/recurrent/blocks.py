@@ -109,6 +109,21 @@ def write_state_or_rows(
         write_state(rows_ptr, row_slot, cells, is_row, stride_row_slot, state)
 
 
+@triton.jit
+def write_rows(
+    values_ptr, sums_ptr, slot, head, places, is_row, columns, values, sums,
+    stride_values, stride_sums, room, V: tl.constexpr,
+):  # fmt: skip
+    """Store columns of a head's rows, and sums of logarithms, if the slot is not negative."""
+    is_kept = is_row & (places * 0 <= slot)
+    slot = slot.to(tl.int64)
+    cells = (head * room + places)[:, None] * V + columns[None, :]
+    ptrs = values_ptr + slot * stride_values + cells
+    is_cell = is_kept[:, None] & (columns < V)[None, :]
+    tl.store(ptrs, values.to(values_ptr.dtype.element_ty), mask=is_cell)
+    tl.store(sums_ptr + slot * stride_sums + head * room + places, sums, mask=is_kept)
+
+
 def lanes_of(dim: int) -> int:
     """The size of a block that holds a head's dims."""
     return max(next_power_of_2(dim), 16)

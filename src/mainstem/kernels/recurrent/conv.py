@@ -182,7 +182,7 @@ def _convolve_kernel(
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_cell)
         if tile == 0:
             _, second, third = _old_inputs(
-                conv_ptr, slot, row_conv_ptr, -1, channels, is_channel, stride_slot,
+                conv_ptr, slot, None, -1, channels, is_channel, stride_slot,
                 stride_row_slot, size, KERNEL,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have read the old inputs
