@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.kernels.recurrent import reference
-from mainstem.kernels.recurrent.rows import LayerRows
+from mainstem.kernels.recurrent.rows import LayerRows, RowUse, pack_rows
 from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 
 SLOTS = 24
@@ -39,6 +39,19 @@ def a_step(*parts: Part, num_decodes: int = 0) -> Segments:
     slots = np.array([part.row_slot for part in parts], np.int32)
     counts = np.array([part.count for part in parts], np.int32)
     return make_segments(*_arrays(parts), num_decodes, rows=(slots, counts))
+
+
+def graph_step(*parts: Part, padding: int = 0) -> Segments:
+    """A step of decodes as in a CUDA graph, with padding, which uses the last slot."""
+    padded = [*parts, *[Part((1,), SLOTS - 1, (SLOTS - 1,))] * padding]
+    slots, counts, reads, writes = np.array(
+        [(part.row_slot, part.count, part.read, part.writes[0]) for part in padded], np.int32
+    ).T
+    ones = torch.arange(len(padded) + 1, dtype=torch.int32)
+    packed = torch.from_numpy(pack_rows(slots, counts, reads, writes))
+    rows = RowUse.of_graph(packed, len(padded))
+    slots_read, slots_written = (torch.from_numpy(part.copy()) for part in (reads, writes))
+    return Segments(ones, slots_written, ones, slots_read, len(padded), len(padded), 1, rows=rows)
 
 
 def a_row_decode(read: int, row_slot: int, count: int, write: int = -1) -> Part:

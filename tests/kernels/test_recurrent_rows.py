@@ -159,11 +159,10 @@ def test_a_prompt_longer_than_a_slot_is_refused() -> None:
 
 
 def pack(parts: list[Part]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    arrays = [
-        np.array(row, np.int32)
-        for row in zip(*((p.row_slot, p.count, p.read) for p in parts), strict=True)
-    ]
-    return pack_rows(*arrays, np.array([part.writes[0] for part in parts], np.int32))
+    slots, counts, reads, writes = np.array(
+        [(part.row_slot, part.count, part.read, part.writes[0]) for part in parts], np.int32
+    ).T
+    return pack_rows(slots, counts, reads, writes)
 
 
 def test_groups_have_one_base_and_at_most_so_many_members() -> None:
@@ -183,7 +182,7 @@ def test_groups_have_one_base_and_at_most_so_many_members() -> None:
         plain = packed[5, :num_plain]
         assert sorted([*members, *plain]) == list(range(num_seqs))
         assert all(parts[n].row_slot >= 0 for n in members)
-        bases = []
+        bases: list[int] = []
         for start, end in pairwise(starts):
             of_group = {parts[n].read for n in members[start:end]}
             assert 0 < end - start <= SIBLINGS
@@ -211,10 +210,9 @@ def test_steps_that_break_the_rules_are_refused() -> None:
 
 
 def test_steps_without_rows_have_none() -> None:
-    arrays = [np.array(part, np.int32) for part in ([0, 1], [8], [0, 1], [8])]
-    nothing = np.array([-1], np.int32)
-    assert make_segments(*arrays, 1, rows=(nothing, nothing)).rows is None
-    assert make_segments(*arrays, 1).rows is None
+    starts, slot, nothing = (np.array(part, np.int32) for part in ([0, 1], [8], [-1]))
+    assert make_segments(starts, slot, starts, slot, 1, rows=(nothing, nothing)).rows is None
+    assert make_segments(starts, slot, starts, slot, 1).rows is None
     assert a_step(a_row_decode(1, ROW_SLOTS - 1, 0), num_decodes=1).rows is not None
 
 

@@ -93,7 +93,7 @@ def _decodes(segments: Segments, states: Tensor) -> Iterator[_Decodes]:
         firsts = range(0, segments.num_decodes, step)
         parts = [slice(first, min(first + step, segments.num_decodes)) for first in firsts]
     else:
-        parts = rows.plain[: rows.num_plain].split(step) if rows.num_plain else []
+        parts = torch.split(rows.plain[: rows.num_plain], step) if rows.num_plain else []
     for tokens in parts:
         yield _Decodes(tokens, segments.reads[tokens], segments.writes[tokens].long())
 
@@ -121,7 +121,8 @@ def _row_decodes(segments: Segments) -> Iterator[_RowDecodes]:
     use = segments.rows
     if use is None or segments.num_decodes == use.num_plain:
         return
-    for tokens in use.members[: segments.num_decodes - use.num_plain].long().split(SIBLINGS):
+    members = use.members[: segments.num_decodes - use.num_plain].long()
+    for tokens in torch.split(members, SIBLINGS):
         yield _RowDecodes(tokens, use.slots[tokens].long(), use.counts[tokens].long())
 
 
@@ -136,7 +137,7 @@ def _of_bases(use: RowUse, x: Tensor, reads: Tensor, matrix: Tensor) -> Tensor:
         if base >= 0:
             vectors = x[tokens].transpose(0, 1)
             found = vectors.flatten(1, 2) @ matrix[base]
-            products[tokens] = found.unflatten(1, vectors.shape[1:3]).transpose(0, 1)
+            products[tokens] = found.view(*vectors.shape[:3], -1).transpose(0, 1)
     return products
 
 

@@ -18,12 +18,12 @@ class _Place(NamedTuple):
     """Where a token's row is written."""
 
     slot: int
-    index: int
+    row: int
 
 
 class _Token(NamedTuple):
     state: Tensor  # of the token's sequence, for the caller to change
-    index: int
+    number: int
     write: int | None  # slot to write the state to after the token, if any
     row: _Place | None
 

@@ -62,13 +62,23 @@ class RowUse:
     @classmethod
     def of_graph(cls, packed: Tensor, num_decodes: int) -> "RowUse":
         """For a CUDA graph: what `pack_rows` returned, in a buffer whose contents may change."""
-        return cls(*packed.unbind(), num_decodes, num_decodes, num_decodes)
+        return cls._of(packed.unbind(), num_decodes, num_decodes, num_decodes)
 
     @classmethod
     def of_step(cls, packed: Sequence[Tensor], sizes: Ints) -> "RowUse":
         """For one step: the rows of what `pack_rows` returned; `sizes`: their last one."""
         num_groups, num_folds, num_plain = (int(size) for size in sizes[:3])
-        return cls(*packed, num_groups, num_folds, num_plain)
+        return cls._of(packed, num_groups, num_folds, num_plain)
+
+    @classmethod
+    def _of(
+        cls, packed: Sequence[Tensor], num_groups: int, num_folds: int, num_plain: int
+    ) -> "RowUse":
+        slots, counts, members, group_starts, folds, plain, sizes = packed
+        return cls(
+            slots, counts, members, group_starts, folds, plain, sizes,
+            num_groups, num_folds, num_plain,
+        )  # fmt: skip
 
 
 def row_width(num_seqs: int) -> int:
@@ -88,17 +98,16 @@ def pack_rows(slots: Ints, counts: Ints, reads: Ints, decode_writes: Ints) -> In
     """
     num_decodes = len(decode_writes)
     has_rows = slots[:num_decodes] >= 0
-    members = np.flatnonzero(has_rows)
+    members = np.flatnonzero(has_rows).astype(np.int32)
     members = members[np.argsort(reads[members], kind="stable")]
-    folds = np.flatnonzero(has_rows & (decode_writes >= 0))
-    plain = np.flatnonzero(~has_rows)
+    folds = np.flatnonzero(has_rows & (decode_writes >= 0)).astype(np.int32)
+    plain = np.flatnonzero(~has_rows).astype(np.int32)
     group_starts = _group_starts(reads[members])
     packed = np.zeros((7, row_width(len(slots))), np.int32)
     packed[3] = len(members)
-    sizes = (len(group_starts) - 1, len(folds), len(plain))
-    for row, part in zip(
-        packed, (slots, counts, members, group_starts, folds, plain, sizes), strict=True
-    ):
+    sizes = np.array([len(group_starts) - 1, len(folds), len(plain)], np.int32)
+    parts = (slots, counts, members, group_starts, folds, plain, sizes)
+    for row, part in zip(packed, parts, strict=True):
         row[: len(part)] = part
     return packed
 

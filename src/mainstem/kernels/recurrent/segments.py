@@ -14,7 +14,7 @@ what is in it does not matter.)
 A sequence may instead keep rows beside a state that nobody writes: see `rows.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -138,7 +138,9 @@ def _on_device(
     parts = _to_device([*of_segments, *of_tiles, *of_rows], torch.device(device))
     tiles, end_tiles = None, 4 + len(of_tiles)
     if of_tiles:
-        tiles = TileList(*parts[4:8], len(of_tiles[0]), *parts[8:end_tiles])
+        tiles = TileList(parts[4], parts[5], parts[6], parts[7], len(of_tiles[0]))
+        if len(of_tiles) > 4:
+            tiles = replace(tiles, row_slots=parts[8], first_rows=parts[9])
     return Segments(
         parts[0],
         parts[1],
