@@ -28,6 +28,7 @@ from tests.builders import Collector, a_request, run_all
 from tests.families.test_mamba import GRANITE, MAMBA
 from tests.families.test_qwen_hybrid import HYBRID
 from tests.models.checkpoints import SMALL, write_checkpoint
+from tests.runner.steps import num_with_rows, record_steps
 
 PAGE = 4
 STEM = 5 * PAGE + 1  # prompts part in the middle of a page
@@ -50,16 +51,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def num_with_rows(steps: list[Step]) -> int:
-    """Prompts that began with rows."""
-    count = 0
-    for step in steps:
-        assert step.states is not None
-        if step.states.rows is not None:
-            count += int((step.states.rows[step.num_decodes :] >= 0).sum())
-    return count
-
-
 @contextmanager
 def an_engine(
     folder: Path,
@@ -75,8 +66,7 @@ def an_engine(
         assert isinstance(runner, CpuRunner)
         assert runner.states is not None
         runner.states.pieces.fill_(0xFF)
-        launch = runner.launch
-        runner.launch = lambda step: (steps.append(step), launch(step))[1]  # type: ignore[method-assign]
+        record_steps(runner, steps)
         return runner
 
     config = EngineConfig(

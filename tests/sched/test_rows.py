@@ -12,6 +12,7 @@ from mainstem.core.step import Step
 from mainstem.engine.engine import Engine
 from tests.builders import VOCAB, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer
+from tests.runner.steps import num_folds, num_with_rows
 
 PAGE, SHARED = 16, 72  # prompts part in the middle of a page
 
@@ -51,26 +52,13 @@ def check_answers(engine: Engine, prompts: list[list[int]], max_tokens: int) -> 
         assert found.tokens[str(index), 0] == fake_answer(prompt, max_tokens, VOCAB)
 
 
-def num_with_rows(step: Step) -> int:
-    assert step.states is not None
-    return 0 if step.states.rows is None else int((step.states.rows >= 0).sum())
-
-
-def num_prompts_with_rows(step: Step) -> int:
-    assert step.states is not None
-    rows = step.states.rows
-    return 0 if rows is None else int((rows[step.num_decodes :] >= 0).sum())
-
-
-def num_folds(steps: list[Step]) -> int:
-    """How often a sequence with rows writes a state."""
-    count = 0
-    for step in steps:
-        use = step.states
-        assert use is not None
-        if use.rows is not None:
-            count += int((use.writes[use.seq_segments[1:] - 1][use.rows >= 0] >= 0).sum())
-    return count
+def most_with_rows(steps: list[Step]) -> int:
+    """The most sequences of one step that have rows."""
+    uses = [step.states for step in steps]
+    return max(
+        (int((use.rows >= 0).sum()) for use in uses if use is not None and use.rows is not None),
+        default=0,
+    )
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])
@@ -80,7 +68,7 @@ def test_siblings_with_few_tokens_of_their_own_keep_rows_and_never_fold(can_over
     check_answers(engine, prompts_of_groups(8, 8, (5, 20)), 4)
     assert num_folds(runner.steps) == 0
     # the first of each group computes the stem
-    assert sum(map(num_prompts_with_rows, runner.steps)) == 8 * 7
+    assert num_with_rows(runner.steps) == 8 * 7
 
 
 def test_long_answers_fold_once_and_go_on_with_a_state_of_their_own() -> None:
@@ -89,14 +77,14 @@ def test_long_answers_fold_once_and_go_on_with_a_state_of_their_own() -> None:
     prompts = prompts_of_groups(2, 4, (5, 25))
     check_answers(engine, prompts, 70)
     assert num_folds(runner.steps) == 2 * 3
-    assert num_with_rows(runner.steps[-1]) == 0
+    assert most_with_rows(runner.steps[-1:]) == 0
 
 
 def test_more_sequences_with_rows_run_than_there_are_slots_for_states() -> None:
     """8 slots: one has the shared state, one the first prompt's, six the rows of 12 sequences."""
     runner = a_runner(8)
     check_answers(an_engine_with_rows(runner, 8), prompts_of_groups(1, 40, (5, 25)), 4)
-    assert max(map(num_with_rows, runner.steps)) >= 12
+    assert most_with_rows(runner.steps) >= 12
 
 
 @pytest.mark.parametrize("num_states", [1, 2, 3, 5])
@@ -126,7 +114,7 @@ def test_answers_to_one_prompt_keep_rows() -> None:
     sampling = SamplingParams(n=6, temperature=0.0, max_tokens=8)
     found = run_all(engine, [a_request(prompt, name="r", sampling=sampling)])
     assert all(found.tokens["r", i] == fake_answer(prompt, 8, VOCAB) for i in range(6))
-    assert max(map(num_with_rows, runner.steps)) == 5
+    assert most_with_rows(runner.steps) == 5
 
 
 def test_a_state_that_is_wanted_among_the_own_tokens_is_kept_instead_of_rows() -> None:
@@ -134,7 +122,7 @@ def test_a_state_that_is_wanted_among_the_own_tokens_is_kept_instead_of_rows() -
     runner = a_runner(20)
     engine, stem = an_engine_with_rows(runner, 20), list(range(SHARED))
     run_all(engine, [a_request([*stem, 90 + i, 1, 2], 4, keep_tokens=SHARED) for i in range(3)])
-    assert max(map(num_with_rows, runner.steps)) == 2
+    assert most_with_rows(runner.steps) == 2
     said = [*stem, 80, 1, 2]
     engine.submit(a_request([*stem, 85, 1, 2], 30))  # a sibling
     engine.step()
@@ -157,7 +145,7 @@ def test_a_plan_wants_no_states_but_its_forks() -> None:
     found = run_all(engine, requests)
     for i, prompt in enumerate(prompts):
         assert found.tokens[str(i), 0] == fake_answer(prompt, 4, VOCAB)
-    assert max(map(num_with_rows, runner.steps)) == 9
+    assert most_with_rows(runner.steps) == 9
 
 
 @pytest.mark.parametrize("failing", [2, 3, 5, 9])

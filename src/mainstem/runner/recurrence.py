@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
     conv: Tensor
     matrix: Tensor
-    rows: tuple[LayerRows, ...]  # empty if no sequence of the step has rows
+    rows: LayerRows | None  # None: no sequence of the step has rows
 
 
 class Recurrence:
@@ -88,7 +88,7 @@ class Recurrence:
 
     def _run(self, number: int, first: Tensor, segments: Segments) -> Tensor:
         spec, tensors, state = self._layers[number]
-        kept = Kept(*state, () if segments.rows is None else (self.states.rows[number],))
+        kept = Kept(*state, None if segments.rows is None else self.states.rows[number])
         if isinstance(spec, DeltaSpec):
             return self._delta(spec, tensors, kept, first, segments)
         if isinstance(spec, MambaSpec):
@@ -109,7 +109,7 @@ class Recurrence:
     ) -> Tensor:
         out = x.new_empty(len(x), spec.conv_channels)
         self._kernels.convolve(
-            x, tensors.conv, tensors.conv_bias, segments, kept.conv, out, is_activated, *kept.rows
+            x, tensors.conv, tensors.conv_bias, segments, kept.conv, out, is_activated, kept.rows
         )
         return out
 
@@ -139,7 +139,7 @@ class Recurrence:
             segments,
             kept.matrix,
             out,
-            *kept.rows,
+            kept.rows,
         )
         out = out.view(tokens, values)
         self._gated_norm(out, gate, tensors.gain, spec.value_dim, GateOrder.NORM_FIRST)
@@ -170,7 +170,7 @@ class Recurrence:
             segments,
             kept.matrix,
             out,
-            *kept.rows,
+            kept.rows,
         )
         out = out.view(tokens, width)
         self._gated_norm(out, gate, tensors.gain, width // spec.norm_groups, spec.gate_order)

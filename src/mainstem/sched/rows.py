@@ -59,6 +59,14 @@ class SequenceRows:
         """Whether a sequence may have more tokens than rows; its last token is never computed."""
         return max_total - 1 - position > self._slots.num_rows
 
+    def may_fold(self, slot: SeqSlot) -> bool:
+        """Whether there would be a slot for the state of a sequence that starts with rows now."""
+        table = self._table
+        if not self._fills(int(table.max_total[slot]), int(table.computed[slot])):
+            return True
+        num_wanted = len(self._to_fold) + 1 + (not self._slots.has_free)
+        return self._states.has_room(num_wanted)
+
     def start(self, slot: SeqSlot) -> bool:
         """Give a sequence that starts now a row slot. False: there is none."""
         if (rows := self._slots.take()) is None:

@@ -166,7 +166,7 @@ class SequenceStates:
         met = self._common(sequence, coming)
         forks = [*planned, *met]
         if self.rows is not None and self.rows.fit(found, begin, budget):
-            is_best = self._prefers_rows(found, begin, forks)
+            is_best = self.rows.may_fold(slot) and self._prefers_rows(found, begin, forks)
             if (is_best or not states.has_room()) and self.rows.start(slot):
                 return
         own = states.take()
