@@ -21,6 +21,10 @@ BENCHES = {
         "mainstem_bench.offline",
         "a whole job on random weights, compared with the card's limit",
     ),
+    "checkpoint": (
+        "mainstem_bench.checkpoint",
+        "write a folder of random weights that any server can load",
+    ),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
     "columns": ("mainstem_bench.columns", "the order of a table's columns, against all orders"),
     "tables": ("mainstem_bench.tables", "a table's rows, by order of columns and of rows"),
