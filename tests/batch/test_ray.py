@@ -39,9 +39,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.timeout(1800),  # on one busy core Ray takes minutes to start
 ]
 ON_RAY = ["--ray", "--ray-workers", "2"]
 ROWS_PER_KILL = 100
+START_S = 500.0  # limit for actors to start
 
 
 class Pace:
@@ -148,11 +150,14 @@ def check_actor_kills(tmp_path: Path, num_kills: int) -> None:
         return bool(fresh)
 
     def kill_some() -> None:
-        for kill in range(num_kills):
-            point = int(ROWS_PER_KILL * (kill + moments.random()))
-            until(lambda: pace.num_answered() > point, within_s=120)  # noqa: B023  # called here
-            until(kill_one, within_s=120)
-            pace.allow(ROWS_PER_KILL * (kill + 2) if kill < num_kills - 1 else len(given) + 1)
+        try:
+            for kill in range(num_kills):
+                point = int(ROWS_PER_KILL * (kill + moments.random()))
+                until(lambda: pace.num_answered() > point, START_S)  # noqa: B023  # called here
+                until(kill_one, START_S)
+                pace.allow(ROWS_PER_KILL * (kill + 2))
+        finally:
+            pace.allow(len(given) + 1)
 
     killer = Thread(target=kill_some)
     killer.start()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mainstem.core.config import Fetch, SchedConfig, Share, StoreConfig
 from mainstem.core.errors import EngineLost, InvalidRequest, OutOfDeviceMemory
 from mainstem.core.events import EventBus
-from mainstem.core.ids import PageKey, RequestId, SessionId
+from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.request import (
     Delivery,
     FinishReason,
@@ -163,7 +163,6 @@ class _Stress:
         self.truncator = Truncator(config, window, self.page_size)
         self.asked: dict[str, _Asked] = {}
         self.said: dict[str, list[int]] = {}
-        self.pins: list[list[PageKey]] = []
         self.places: list[int] = []
         self.heads = [[rng.randint(0, 1) for _ in range(rng.randint(1, 20))] for _ in range(4)]
 
@@ -206,9 +205,9 @@ class _Stress:
             case 4:
                 rng.choice([engine.clear_cache, engine.clear_device])()
             case 5:
-                self.pins.append(engine.pin(np.array(rng.choice(self.heads), np.int32), b""))
-            case 6 if self.pins:
-                engine.unpin(self.pins.pop(rng.randrange(len(self.pins))))
+                engine.pin(rng.choice("abc"), [np.array(rng.choice(self.heads), np.int32)])
+            case 6:
+                engine.pin(rng.choice("abc"), ())
             case 7:
                 self.copier.save_faults.extend(rng.choices([None, "early", "late"], k=2))
                 self.copier.load_faults.extend(rng.choices([None, "early"], k=2))

@@ -1,10 +1,11 @@
 """Row slots are lent out of the slots of states, and go back to them."""
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mainstem.core.ids import PageKey
+from mainstem.kv.keys import Naming
 from mainstem.kv.rows import RowSlots
 from mainstem.kv.states import StatePlace, StateStore
 
@@ -33,7 +34,8 @@ class RowsMachine(RuleBasedStateMachine):
     @rule()
     def keep_state(self) -> None:
         self.num_kept += 1
-        self.states.keep(StatePlace(PageKey(b"%d" % self.num_kept), b""), self.own.pop())
+        chain = Naming(b"model", 4).chain(np.full(9, self.num_kept, np.int32), b"", 0)
+        self.states.keep(StatePlace.of(chain, 8), self.own.pop())
 
     @rule()
     def take_rows(self) -> None:

@@ -141,8 +141,8 @@ def test_pinned_pages_are_evicted_last() -> None:
     store = a_store(8)
     app, other = store.chain(ids(1, 1, 2, 2), b""), store.chain(ids(3, 3, 4, 4, 5, 5), b"")
     compute(store, app)
-    keys = store.pin(app)
-    assert len(keys) == 2
+    pinned = store.pin(app)
+    assert len(pinned.pages) == 2
     compute(store, other)
     assert (store.num_available(), store.num_takeable()) == (6, 8)
     pages = store.take(6)  # everything that is not pinned
@@ -151,7 +151,7 @@ def test_pinned_pages_are_evicted_last() -> None:
     assert len(store.lookup(app, 4).pages) == 1
     store.give_back(pages)
     store.give_back(more)
-    store.unpin(keys)  # one of them is evicted already
+    store.unpin(pinned)  # one of them is evicted already
     assert store.num_available() == 8
     store.check()
 

@@ -64,7 +64,7 @@ def a_process(flags: Sequence[str], kind: str = "fake") -> Iterator[Process]:
         reader = Thread(target=_read, args=(process,))
         reader.start()
         try:
-            until(lambda: process.has_said("ready") or popen.poll() is not None, within_s=120)
+            until(lambda: process.has_said("ready") or popen.poll() is not None, within_s=300)
             assert popen.poll() is None, process.lines
             yield process
         finally:

@@ -16,7 +16,7 @@ from mainstem.engine.tiers import make_fetching, make_tiers
 from mainstem.kv.parts import WindowParts
 from mainstem.kv.store import KVStore
 from mainstem.models.spec import ModelSpec
-from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
+from mainstem.plan.cost import Heads, card_for, full_speed_tokens, prefill_tokens, worth_sharing
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import CPU, device_name
 from mainstem.runner.origin import RandomOrigin, folder_origin
@@ -127,6 +127,7 @@ def join(
         rows_per_slot=facts.rows_per_slot,
         row_slots_per_state=facts.row_slots_per_state,
         parts=parts,
+        state_cost=partial(prefill_tokens, facts.num_params, facts.pair_flops),
     )
     if facts.num_states and stack.tiers and store.stored_states is None:
         log.warning(

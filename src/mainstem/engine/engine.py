@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from os import getpid
@@ -18,7 +18,7 @@ from mainstem.core.errors import (
     WeightsLost,
 )
 from mainstem.core.events import EventBus, StepStarted
-from mainstem.core.ids import PageKey, RequestId
+from mainstem.core.ids import RequestId
 from mainstem.core.interrupts import held_interrupts
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
@@ -31,6 +31,7 @@ from mainstem.core.weights import (
     UpdateMode,
     version_name,
 )
+from mainstem.kv.store import PinnedPrefix
 from mainstem.sched.scheduler import Scheduler
 
 # the engine is lost after this many failed steps without a request to blame, or after this many
@@ -69,6 +70,7 @@ class Engine:
         self._asleep: frozenset[Tag] = frozenset()
         self._is_torn = False  # a step was interrupted, and the engine has not recovered since
         self._owner = getpid()
+        self._pinned: dict[str, list[PinnedPrefix]] = {}
         self.bus = bus
         self.identity = identity
         scheduler.name_weights(identity)
@@ -391,15 +393,17 @@ class Engine:
         return self._scheduler.snapshot()
 
     @held_interrupts()
-    def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
-        """Pin the cached pages of a prefix: they are evicted only if nothing could run
-        otherwise."""
-        return self._store.pin(self._store.chain(token_ids, salt, public_tokens))
-
-    @held_interrupts()
-    def unpin(self, keys: list[PageKey]) -> None:
-        """Undo a `pin`; takes the value that it returned."""
-        self._store.unpin(keys)
+    def pin(
+        self, name: str, prefixes: Sequence[Int32s], salt: bytes = b"", public_tokens: int = 0
+    ) -> int:
+        """Pin what is cached of some prefixes, instead of what was pinned under this name before:
+        it is evicted only if nothing could run otherwise. Returns the number of pages."""
+        for prefix in self._pinned.pop(name, ()):  # first: it may include the new pages
+            self._store.unpin(prefix)
+        chains = [self._store.chain(ids, salt, public_tokens) for ids in prefixes]
+        if chains:
+            self._pinned[name] = [self._store.pin(chain) for chain in chains]
+        return sum(len(prefix.pages) for prefix in self._pinned.get(name, ()))
 
     def change_store(self, config: StoreConfig) -> None:
         """Use other settings of the store from now on: `fetch`, `preload` and `save`."""

@@ -1,4 +1,4 @@
-"""The order in which pages are evicted, on the device and in the tiers below it.
+"""The order in which pages and states are evicted, on the device and in the tiers below it.
 
     first   on the device, retired pages: a planned job will not need them again;
             in the tiers, copies of pages that a faster tier has
@@ -9,6 +9,9 @@
 On a tie the deepest page of a chain is evicted first, because a prefix without its tail is still
 useful. A page's worth is one number with this order. The device compares arrays of 64 bits
 (`DeviceOrder`), the tiers keep heaps (`TierOrder`).
+
+States of recurrent layers on the device have the same order (`StateOrder`), with a price added to
+their rank: what it costs to compute a state again from the next kept state before it.
 
 A new policy is a subclass of `Ranking`: simulations and benchmarks find it by its name. An entry in
 the choices of `StoreConfig.policy` (core/config.py) makes it a setting for users.
@@ -35,6 +38,8 @@ UNAWAITED = 1 << 90  # tiers: above every rank, below pages that requests wait f
 DEVICE_AWAITED = 1 << 61  # above the worth of pages that no request waits for, for 5 x 10^11 uses
 DEVICE_PINNED = 1 << 62  # above the worth of every page that is not pinned
 SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
+MOST_USES = 4  # of a state; later ones do not raise its price, so it leaves when nobody comes
+NOTHING_BEFORE = -1  # a state before which no other one is kept
 
 
 POLICIES: dict[str, "Ranking"] = {}  # by name; every Ranking adds itself
@@ -144,12 +149,78 @@ class DeviceOrder:
     ) -> NDArray[np.int64]:
         """The `count` pages of `idle`, which has more, that are evicted first. `awaited` are the
         pages of waiting requests, the next request first."""
-        worth = self._rank * MAX_DEPTH - self._depth
+        worth = self._worth(self._rank, awaited)
+        return idle[np.argpartition(worth[idle], count)[:count]]
+
+    def _worth(self, rank: Int64s, awaited: Sequence[Int32s]) -> Int64s:
+        """What all pages are worth. `rank` is that of pages that are neither awaited nor pinned."""
+        worth = rank * MAX_DEPTH - self._depth
         for place in range(len(awaited) - 1, -1, -1):  # the next request is last and decides
             pages = awaited[place]
             worth[pages] = np.int64(DEVICE_AWAITED - place * MAX_DEPTH) - self._depth[pages]
         worth[self.pinned] += DEVICE_PINNED
-        return idle[np.argpartition(worth[idle], count)[:count]]
+        return worth
+
+
+class StateOrder(DeviceOrder):
+    """The order of the states that are kept on the device, by slot.
+
+    Kept states form a tree: before each is the next kept one that its prompt passes. A state's
+    price is what it costs to compute it from there, times its uses. When a state is evicted, those
+    after it are worth more at once. The clock of ranks advances to the worth of what is evicted
+    (GreedyDual, Young 1994): a price protects a state until states of the same price that were used
+    later have gone.
+
+        o-------- 1,500 tokens --------o- 20 -o        evicted first: the last one (20 tokens);
+                                       '-- 700 --o     then the one after 700 tokens, unless the
+                                                       one before it was not used for long
+    """
+
+    def __init__(self, num_states: int, ranking: Ranking) -> None:
+        super().__init__(num_states, ranking)
+        # of all tokens before a state; the last is 0, for those with nothing before them
+        self._cost = np.zeros(num_states + 1, np.int64)
+        self._before = np.full(num_states, NOTHING_BEFORE, np.int32)
+        self._num_uses = np.zeros(num_states, np.int64)
+
+    def insert(self, slot: int, cost: int, before: int, after: Sequence[int]) -> None:
+        """A state is kept. `cost` is that of all tokens up to it; the states `after` it had the
+        state `before` it in their place until now."""
+        self._cost[slot], self._before[slot] = cost, before
+        self._before[after] = slot
+        self.use(slot)
+
+    def after(self, slot: int, cost: int = 0) -> list[int]:
+        """The states that have this one (or NOTHING_BEFORE) before them, and cost more than
+        `cost`."""
+        return np.flatnonzero((self._before == slot) & (self._cost[:-1] > cost)).tolist()
+
+    def use(self, slot: int) -> None:
+        """A sequence starts from this state, or it was just kept."""
+        self.touch(np.array([slot], np.int32))
+        self._num_uses[slot] = min(self._num_uses[slot] + 1, MOST_USES)
+
+    def remove(self, slot: int) -> None:
+        """A state is not kept any more."""
+        self._before[self._before == slot] = self._before[slot]
+        self._before[slot], self._cost[slot], self._num_uses[slot] = NOTHING_BEFORE, 0, 0
+        self.forget(np.array([slot], np.int32))
+
+    def note_evicted(self, slot: int) -> None:
+        """A state is about to be removed to make room: what is used from now on is worth more."""
+        self._clock = max(self._clock, int(self._rank[slot] + self._prices()[slot]))
+
+    def sort(self, slots: Sequence[int], awaited: Sequence[int]) -> list[int]:
+        """These states in the order in which they are evicted. `awaited` are those from which
+        waiting requests will start, the next request first."""
+        chosen = np.array(slots, np.int32)
+        places = [np.array([slot], np.int32) for slot in awaited]
+        worth = self._worth(self._rank + self._prices(), places)
+        order: list[int] = chosen[np.lexsort((self._rank[chosen], worth[chosen]))].tolist()
+        return order
+
+    def _prices(self) -> Int64s:
+        return (self._cost[:-1] - self._cost[self._before]) * self._num_uses
 
 
 class TierOrder(Generic[K]):

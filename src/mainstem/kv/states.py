@@ -4,16 +4,19 @@ A page can be shared in part; a state is valid after exactly one token. So state
 where some sequence will probably continue: where queued prompts part, at boundaries between
 messages, at the end of prompts and of turns (sched/states.py decides).
 
-    take -> a sequence's own slot --(its end: keep)--> kept --(least recently used: take)--> ...
+    take -> a sequence's own slot --(its end: keep)--> kept --(worth least: take)--> ...
     take -> written once at a planned position, and kept -------^
+
+Which kept state is worth least is decided by kv/eviction.py, as for pages: it is not pinned, no
+waiting request will start from it, it was used long ago and is cheap to compute again.
 
 Steps run in the order in which they are made, so a slot may be given to another sequence as soon as
 the last step that reads it is made. Copies to and from the tiers below (kv/stored_states.py) run
 beside the steps, so they hold their slots until they end.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
 
@@ -22,11 +25,13 @@ import numpy as np
 from mainstem.core.events import EventBus, StatesEvicted, StatesRefused
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
+from mainstem.kv.eviction import Lru, Ranking, StateOrder
 from mainstem.kv.keys import PageChain
 
 MARK = b"mainstem state 1"
 NO_STATE = -1  # a sequence that begins with its first token
 MAX_TRIED = 256  # states after the same page that are compared
+PLAN_SHARE = 16  # evictions are planned for 1/16 of all slots: one costs as much as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +40,21 @@ class StatePlace:
 
     parent: PageKey
     tail: bytes  # token ids; less than a page
+    chain: PageChain = field(compare=False, repr=False)  # one of those that pass it
+    num_tokens: int = field(compare=False)
 
     @classmethod
     def of(cls, chain: PageChain, num_tokens: int) -> "StatePlace":
         """The place after the first `num_tokens` tokens of a chain."""
         depth = num_tokens // chain.page_size
         tail = chain.token_ids[depth * chain.page_size : num_tokens]
-        return cls(chain.parent(depth), tail.tobytes())
+        return cls(chain.parent(depth), tail.tobytes(), chain, num_tokens)
+
+    def is_before(self, other: "StatePlace") -> bool:
+        """Whether the chain of `other` passes this place first."""
+        if self.num_tokens >= other.num_tokens:
+            return False
+        return StatePlace.of(other.chain, self.num_tokens) == self
 
     def name(self) -> PageKey:
         """What sequences wait for: no page has this key."""
@@ -56,12 +69,26 @@ class StateStore:
     and by sequences with rows, which read it in every step. Nobody writes a kept state.
     """
 
-    def __init__(self, num_states: int) -> None:
+    def __init__(
+        self,
+        num_states: int,
+        bus: EventBus | None = None,
+        ranking: Ranking | None = None,
+        cost: Callable[[int], float] = float,
+    ) -> None:
+        """`ranking` orders kept states of the same price; None: the least recently used one is
+        evicted first. `cost` is that of the first tokens of a prompt, by number."""
         self.num_states = num_states
+        self.awaited: Callable[[], Iterable[PageChain]] = tuple  # waiting prompts, the next first
+        self._ranking = Lru() if ranking is None else ranking
+        self._order = StateOrder(num_states, self._ranking)
+        self._bus = EventBus() if bus is None else bus
+        self._cost = cost
+        self._victims: list[int] = []  # planned evictions, the next one last
         self._free = list(range(num_states - 1, -1, -1))
-        self._slot_of: OrderedDict[StatePlace, int] = OrderedDict()  # least recently used first
+        self._slot_of: dict[StatePlace, int] = {}
         self._place_of: dict[int, StatePlace] = {}
-        self._tails: dict[PageKey, dict[bytes, None]] = {}  # after each page, latest last
+        self._tails: dict[PageKey, dict[bytes, int]] = {}  # after each page, latest last
         self._readers = np.zeros(num_states, np.int32)
         self._copies = np.zeros(num_states, np.int32)
         self._left: set[int] = set()  # neither kept nor owned, but used by a copy
@@ -78,25 +105,25 @@ class StateStore:
         return self.num_states - len(self._free) - len(self._slot_of) - len(self._left)
 
     def take(self) -> int | None:
-        """A slot for a new state; evicts the least recently used kept state that nobody uses.
-        None: there is no such state."""
+        """A slot for a new state; evicts the kept state of least worth that nobody uses. None:
+        there is no such state."""
         if self._free:
             return self._free.pop()
-        for place, slot in self._slot_of.items():
-            if not self._is_used(slot):
-                self._forget(place)
-                self._num_evicted += 1
-                return slot
-        self._num_refused += 1
-        return None
+        if (slot := self._victim()) is None:
+            self._num_refused += 1
+            return None
+        self._order.note_evicted(slot)
+        self._forget(self._place_of[slot])
+        self._num_evicted += 1
+        return slot
 
-    def report(self, bus: EventBus) -> None:
+    def report(self) -> None:
         """Publish how many states were evicted for others since the last call, and how often there
         was no slot for one."""
         if self._num_evicted:
-            bus.publish(StatesEvicted(self._num_evicted))
+            self._bus.publish(StatesEvicted(self._num_evicted))
         if self._num_refused:
-            bus.publish(StatesRefused(self._num_refused))
+            self._bus.publish(StatesRefused(self._num_refused))
         self._num_evicted = self._num_refused = 0
 
     def note_refused(self) -> None:
@@ -118,13 +145,18 @@ class StateStore:
         """Keep the state in `slot`, which was taken before, as the most recently used. False, and
         the slot is free: this state is kept already."""
         if place in self._slot_of:
-            self._slot_of.move_to_end(place)
+            self._use(self._slot_of[place])
             self._free.append(slot)
             return False
+        _, before = self.find(place.chain, place.num_tokens - 1)
+        cost, place_of = int(self._cost(place.num_tokens)), self._place_of
+        deeper = self._order.after(before, cost)
+        after = [each for each in deeper if place.is_before(place_of[each])]
+        self._order.insert(slot, cost, before, after)
         self._slot_of[place] = slot
         self._place_of[slot] = place
         self._times_kept[slot] += 1
-        self._tails.setdefault(place.parent, {})[place.tail] = None
+        self._tails.setdefault(place.parent, {})[place.tail] = slot
         return True
 
     def has(self, place: StatePlace) -> bool:
@@ -151,12 +183,8 @@ class StateStore:
             fitting = [tail for tail in latest if rest.startswith(tail)]
             if fitting:
                 tail = max(fitting, key=len)
-                place = StatePlace(parent, tail)
                 num_found = first + len(tail) // chain.token_ids.itemsize
-                if num_found == 0:
-                    continue
-                self._slot_of.move_to_end(place)
-                return num_found, self._slot_of[place]
+                return num_found, tails[tail]
         return 0, NO_STATE
 
     def adopt(self, slot: int) -> int:
@@ -179,6 +207,26 @@ class StateStore:
         """A sequence will read a kept state in its next step: it is not evicted before."""
         if slot != NO_STATE:
             self._readers[slot] += 1
+
+    def note_start(self, slot: int) -> None:
+        """A sequence starts from a kept state."""
+        if slot != NO_STATE:
+            self._use(slot)
+
+    def pin(self, chain: PageChain) -> StatePlace | None:
+        """Pin the deepest kept state of a chain: it is evicted only after all others. Pass the
+        returned value to `unpin`."""
+        _, slot = self.find(chain, len(chain.token_ids))
+        if slot == NO_STATE:
+            return None
+        self._order.pin(slot)
+        self._spare([slot])
+        return self._place_of[slot]
+
+    def unpin(self, place: StatePlace) -> None:
+        """End a pin; a state that was evicted is skipped."""
+        if (slot := self._slot_of.get(place)) is not None:
+            self._order.unpin(slot)
 
     def release(self, slots: Int32s) -> None:
         """The steps that read these states are made. Slots that are not kept are ignored."""
@@ -207,6 +255,7 @@ class StateStore:
         self._slot_of.clear()
         self._place_of.clear()
         self._tails.clear()
+        self._order, self._victims = StateOrder(self.num_states, self._ranking), []
         self._readers[:] = 0
         self._left = set(np.flatnonzero(self._copies).tolist())
         self._free = [slot for slot in range(self.num_states - 1, -1, -1) if slot not in self._left]
@@ -224,8 +273,32 @@ class StateStore:
     def _is_used(self, slot: int) -> bool:
         return bool(self._readers[slot] or self._copies[slot])
 
+    def _use(self, slot: int) -> None:
+        self._order.use(slot)
+        self._spare([slot])
+
+    def _spare(self, slots: Iterable[int]) -> None:
+        """States are worth more than when evictions were planned."""
+        for slot in slots:
+            if slot in self._victims:
+                self._victims.remove(slot)
+
+    def _victim(self) -> int | None:
+        """The kept state that is evicted next, of those that nobody uses."""
+        planned = [slot for slot in self._victims if not self._is_used(slot)]
+        self._victims = planned or self._plan_victims()
+        return self._victims.pop() if self._victims else None
+
+    def _plan_victims(self) -> list[int]:
+        awaited = [self.find(chain, len(chain.token_ids) - 1)[1] for chain in self.awaited()]
+        unused = [slot for slot in self._place_of if not self._is_used(slot)]
+        order = self._order.sort(unused, [slot for slot in awaited if slot != NO_STATE])
+        return order[: 1 + self.num_states // PLAN_SHARE][::-1]
+
     def _forget(self, place: StatePlace) -> None:
         slot = self._slot_of.pop(place)
+        self._spare([slot, *self._order.after(slot)])
+        self._order.remove(slot)
         del self._place_of[slot]
         tails = self._tails[place.parent]
         del tails[place.tail]
@@ -246,3 +319,6 @@ class StateStore:
         assert all(self._copies[slot] for slot in self._left), "a slot was lost after a copy"
         count = sum(map(len, self._tails.values()))
         assert count == len(self._slot_of), "a state is filed under no page"
+        for place, slot in self._slot_of.items():
+            for after in self._order.after(slot):
+                assert place.is_before(self._place_of[after]), "a state has another one before it"

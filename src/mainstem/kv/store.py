@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,11 +23,19 @@ from mainstem.kv.pool import PagePool
 from mainstem.kv.rows import RowSlots
 from mainstem.kv.saving import PageSaver
 from mainstem.kv.stack import TierStack
-from mainstem.kv.states import StateStore
+from mainstem.kv.states import StatePlace, StateStore
 from mainstem.kv.stored_states import StoredStates
 
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
+AWAITED_PAGES = 2048  # of waiting prompts whose states are looked up for an eviction
 DEFAULT_CONFIG = StoreConfig()
+
+
+class PinnedPrefix(NamedTuple):
+    """What is pinned of a prefix."""
+
+    pages: list[PageKey]
+    state: StatePlace | None
 
 
 class KVStore:
@@ -51,22 +60,27 @@ class KVStore:
         rows_per_slot: int = 0,
         row_slots_per_state: int = 0,
         parts: WindowParts | None = None,
+        state_cost: Callable[[int], float] = float,
     ) -> None:
         """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
-        models without recurrent layers. `row_slots_per_state`: see RowSlots; 0: no sequence keeps
-        rows. `parts` has the windowed parts of pages, if they have a pool of their own."""
+        models without recurrent layers; `state_cost` is that of a prompt's first tokens, by number.
+        `row_slots_per_state`: see RowSlots; 0: no sequence keeps rows. `parts` has the windowed
+        parts of pages, if they have a pool of their own."""
         self.num_pages, self.page_size = num_pages, page_size
-        self.states = StateStore(num_states) if num_states else None
+        ranking = policy_named(config.policy)
+        self.states = StateStore(num_states, bus, ranking, state_cost) if num_states else None
         self.stored_states: StoredStates | None = None  # of a model with states and tiers
         self.rows: RowSlots | None = None
         if self.states is not None and row_slots_per_state:
             self.rows = RowSlots(self.states, row_slots_per_state, rows_per_slot)
         self.parts = parts
         self._pool = PagePool(num_pages, parts)
-        self._index = PrefixIndex(self._pool, page_size, bus, policy_named(config.policy))
+        self._index = PrefixIndex(self._pool, page_size, bus, ranking)
         if parts is not None:
             parts.pinned = lambda: self._index.order.pinned
-        self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
+        self._awaited: Callable[[int], Sequence[PageChain]] = lambda _: ()
+        if self.states is not None and ranking.sees_queue:
+            self.states.awaited = lambda: self._awaited(AWAITED_PAGES)
         self._naming = Naming(identity, page_size)
         self._bus = bus
         self.stack = stack = stack or TierStack(bus)
@@ -96,27 +110,31 @@ class KVStore:
         num_copied = self._pool.num_only_copied(self._index.is_indexed)
         return self.num_pages - self.num_takeable() - num_copied
 
-    def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
+    def watch_queue(self, awaited: Callable[[int], Sequence[PageChain]]) -> None:
         """Set `awaited`: it takes a number of pages and returns the chains that queued requests
         wait for, soonest first, up to that many pages. It is called when the device must evict:
-        these pages are evicted last."""
+        these pages, and the states from which these requests will start, are evicted last."""
         self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
         """The names of the pages of `token_ids`; see Naming."""
         return self._naming.chain(token_ids, salt, public_tokens)
 
-    def pin(self, chain: PageChain) -> list[PageKey]:
-        """Pin the READY pages of a chain, and the page that begins like its partial last page: they
-        are evicted only after all others. Pass the returned value to `unpin`."""
+    def pin(self, chain: PageChain) -> PinnedPrefix:
+        """Pin the READY pages of a chain, the page that begins like its partial last page, and the
+        deepest state: they are evicted only after all others. Pass the returned value to
+        `unpin`."""
         pages, num_ready = self._finder.pinnable(chain)
         if self.parts is not None:
             self.parts.keep(pages[self.parts.first(num_ready) :])
-        return self._index.pin(pages.tolist())
+        state = None if self.states is None else self.states.pin(chain)
+        return PinnedPrefix(self._index.pin(pages.tolist()), state)
 
-    def unpin(self, keys: Sequence[PageKey]) -> None:
-        """End a pin; pages that are already evicted are skipped."""
-        self._index.unpin(keys)
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """End a pin; what was evicted is skipped."""
+        self._index.unpin(prefix.pages)
+        if self.states is not None and prefix.state is not None:
+            self.states.unpin(prefix.state)
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain the store has."""
@@ -145,7 +163,7 @@ class KVStore:
             # many
             spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
             awaited = self._awaited(self.num_pages) if self._index.order.sees_queue else ()
-            gone = self._index.evict(max(short, spare), awaited)
+            gone = self._index.evict(max(short, spare), [chain.keys for chain in awaited])
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)
 
@@ -302,11 +320,6 @@ class KVStore:
         self._pool.recount(self._index.is_indexed.astype(np.int32))
         self._index.abort(np.flatnonzero(self._pool.copies == 0).astype(np.int32))
 
-    def report_states(self) -> None:
-        """Publish what became of states since the last step."""
-        if self.states is not None:
-            self.states.report(self._bus)
-
     def clear_states(self) -> None:
         """After a failed step: no state on the device can be trusted, and no sequence has one."""
         assert self.states is not None, "the model has no states"
@@ -357,8 +370,7 @@ class KVStore:
         indexed = np.flatnonzero(self._index.is_indexed).astype(np.int32)
         self._index.unname(indexed)
         self._naming = Naming(identity, self.page_size)
-        if self._bus.has_listeners(PagesCleared):
-            self._bus.publish(PagesCleared())
+        self._bus.publish(PagesCleared())
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
         """The pages that can be found, by tier."""

@@ -132,7 +132,7 @@ class StoredStates:
     def wanted_by(self, chain: PageChain) -> list[PageKey]:
         """The pieces of the deepest state in a chain that is stored."""
         for depth in range(len(chain.keys), 0, -1):
-            place = StatePlace(chain.parent(depth), b"")
+            place = StatePlace.of(chain, depth * chain.page_size)
             if self.has(place):
                 return piece_keys(place, self.num_pieces)
         return []
@@ -140,7 +140,7 @@ class StoredStates:
     def to_ask(self, chain: PageChain, depths: range) -> dict[PageKey, PageKey]:
         """The first piece of each state after these pages of a chain that is not stored here, and
         the page before it."""
-        places = [StatePlace(chain.parent(depth + 1), b"") for depth in depths]
+        places = [StatePlace.of(chain, (depth + 1) * chain.page_size) for depth in depths]
         firsts = (piece_keys(place, 1)[0] for place in places)
         named = zip(firsts, depths, places, strict=True)
         return {first: chain.keys[d] for first, d, place in named if not self.has(place)}

@@ -193,3 +193,11 @@ def full_speed_tokens(card: Card, bytes_per_param: float = 2.0) -> int:
     """
     tokens_per_read = card.flops_per_s / card.bytes_per_s * bytes_per_param / 2  # 2 FLOPs a weight
     return 1 << (int(20 * tokens_per_read) - 1).bit_length()
+
+
+def prefill_tokens(num_params: float, pair_flops: float, num_tokens: int) -> float:
+    """Return what computing the first tokens of a prompt costs, as a number of tokens that see no
+    others: each sees those before it. Layers have `num_params`, and a pair of tokens takes
+    `pair_flops` in them."""
+    num_pairs = num_tokens * num_tokens / 2
+    return num_tokens + num_pairs * pair_flops / (2 * num_params)

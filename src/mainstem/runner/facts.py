@@ -31,6 +31,7 @@ class RunnerFacts:
     page_bytes: int = 0  # of a rank's part of a page
     part_bytes: int = 0  # of these, in the windowed part, if `num_parts`
     num_idle_params: int = 0  # weights of experts that a token does not use
+    pair_flops: int = 0  # of one query token with one key token, over all layers without a window
     bytes_per_param: float = 2.0  # mean over all these weights
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # tokens that the buffers hold; None: no limit

@@ -123,6 +123,7 @@ def make_facts(
         identity=_identity(origin, context, dtype, config.model, layout),
         num_params=spec.num_layer_params,
         num_idle_params=spec.num_idle_params,
+        pair_flops=4 * spec.num_heads * shape.dim * spec.num_full_layers,
         bytes_per_param=spec.bytes_per_param(dtype.itemsize),
         num_heads=spec.num_heads,
         num_kv_heads=shape.heads,

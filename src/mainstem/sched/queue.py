@@ -158,16 +158,16 @@ class WaitingQueue:
         parked = [seq for seq in parked if seq.state is not SeqState.DONE]
         return sorted(parked, key=urgency)[:LOOK_AHEAD] + self.first(LOOK_AHEAD)
 
-    def awaited(self, most_pages: int) -> list[tuple[PageKey, ...]]:
-        """Return the page chains of waiting prompts, roughly in the order they start and up to
+    def awaited(self, most_pages: int) -> list[PageChain]:
+        """Return the chains of waiting prompts, roughly in the order they start and up to
         about `most_pages`. Parked sequences come first, since their pages are being loaded or
         computed."""
-        found: list[tuple[PageKey, ...]] = []
+        found: list[PageChain] = []
         for seq in self.coming():
             if most_pages <= 0:
                 break
             if seq.chain is not None:
-                found.append(seq.chain.keys)
+                found.append(seq.chain)
                 most_pages -= len(seq.chain.keys)
         return found
 

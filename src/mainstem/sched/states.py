@@ -156,6 +156,7 @@ class SequenceStates:
         """A sequence starts from its state, with a chunk of up to `budget` tokens. It is cut where
         sequences that are `coming` part from it, and at `planned` positions."""
         table, states = self._table, self._states
+        states.note_start(found.state)
         states.hold(found.state)  # so that it is not evicted for the slot of its own
         table.state_own[slot] = table.state_spare[slot] = NO_STATE
         table.state_read[slot] = found.state
@@ -327,7 +328,7 @@ class SequenceStates:
 
     def launched(self, step_id: StepId) -> None:
         """The step was made."""
-        self._store.report_states()
+        self._states.report()
         if self._stored is not None:
             self._stored.states.launched(step_id)
 

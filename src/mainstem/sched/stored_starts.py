@@ -37,7 +37,7 @@ class StoredStarts:
         assert chain is not None, "a sequence without names has nothing in the tiers"
         page_size, num_there = self._store.page_size, len(match.pages)
         for depth in range(num_there + match.stored.num_pages, position // page_size, -1):
-            place = StatePlace(chain.parent(depth), b"")
+            place = StatePlace.of(chain, depth * page_size)
             if (awaited := self.states.awaited(place)) is not None:
                 return replace(start, awaited=awaited)
             is_on_device = self._on_device.has(place)

@@ -174,7 +174,7 @@ def a_held_update(server: Process, root: Path) -> Iterator[Future[httpx.Response
 def kill(server: Process) -> None:
     before = server.engine_pid
     os.kill(before, signal.SIGKILL)
-    until(lambda: server.engine_pid != before and is_ready(server), within_s=120)
+    until(lambda: server.engine_pid != before and is_ready(server), within_s=300)
 
 
 def is_ready(server: Process) -> bool:

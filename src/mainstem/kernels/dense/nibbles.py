@@ -3,10 +3,15 @@
 """The layout in which kernels read 4-bit weights, and how a kernel unpacks them.
 
     words    int16 [.., blocks, out, 32]: a block is 128 columns of every row. Word w of a row holds
-             columns w, 32 + w, 64 + w and 96 + w of the block, the first in its lowest four bits.
+             columns w, 32 + w, 64 + w and 96 + w of the block.
+             INT4   the first is in the lowest four bits, the last in the highest
+             MXFP4  sign and magnitude (two bits of exponent, one of mantissa) are apart:
+                        15 | 14 13 12 | 11 | 10 | 9 | 8 7 6 | 5 4 3 | 2 1 0
+                        s0 | fourth   | s2 | s3 | s1| first | third | second
     factors  INT4   [.., groups, out], integers twice as long as the weight's dtype: the scale in
                     the low half, and in the high half the shift, which is added before scaling
-             MXFP4  int32 [.., blocks, out]: the exponents of a block's four groups of 32
+             MXFP4  int32 [.., blocks, out]: a byte for each of a block's four groups of 32, the
+                    exponent + 126
 
 A program reads contiguous memory of each block. A block has four quarters: tiles [out, 32] with
 columns in order; a word holds one number of each quarter. A register holds two words; a mask that
@@ -32,6 +37,7 @@ OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # that u
 SMALL_GROUPS = (32, 64)  # group sizes smaller than a block
 _MOST_EXPONENT = 128  # so that 2^(exponent - 1) is finite
 _ROWS_AT_ONCE = 4096  # rows packed at once, so that intermediate tensors are small
+_WORDS_AT_ONCE = 1 << 24
 
 QUARTER = tl.constexpr(WORDS)
 WIDTH = tl.constexpr(BLOCK)
@@ -58,23 +64,32 @@ _SCALE_BF16 = tl.constexpr(
     }"""
 )
 _SCALE_FP16 = tl.constexpr(_SCALE_BF16.value.replace("0x3f803f80", "0x3c003c00").replace("bf", "f"))
-# Move the sign, two bits of exponent and one of mantissa to their places in bf16. This gives the
-# number times 2^-126, also for subnormal ones. The sign of the fourth quarter is in place already;
-# the other quarters are shifted.
+# Sign and magnitude at bits 15 and 8 to 6 of bf16 are the number times 2^-126, also for subnormal
+# ones. The first number is in place; the second takes one shift, the others two. Shifts to the left
+# are multiplications on a card, which leaves the unit for logic to the masks.
 _E2M1 = tl.constexpr(
-    "".join(
-        f"""
-        shl.b32 ${index}, $4, {12 - 4 * index};
-        shr.u32 high, ${index}, 6;
-        and.b32 high, high, 0x01c001c0;
-        lop3.b32 ${index}, ${index}, 0x80008000, high, 0xea;
-        """
-        for index in range(4)
-    ).join(("{ .reg .b32 high;", "}"))
+    """{ .reg .b32 sign, rest;
+    and.b32 $0, $4, 0x81c081c0;
+    shl.b32 rest, $4, 6;
+    and.b32 $1, rest, 0x81c081c0;
+    shl.b32 sign, $4, 4;
+    shl.b32 rest, $4, 3;
+    and.b32 rest, rest, 0x01c001c0;
+    lop3.b32 $2, sign, 0x80008000, rest, 0xea;
+    shl.b32 sign, $4, 5;
+    shr.u32 rest, $4, 6;
+    and.b32 rest, rest, 0x01c001c0;
+    lop3.b32 $3, sign, 0x80008000, rest, 0xea; }"""
 )
-_TIMES_BF16 = tl.constexpr(
-    "{ .reg .b32 nothing; mov.b32 nothing, 0x80008000; fma.rn.bf16x2 $0, $1, $2, nothing; }"
+# times the factor in one half of a register
+_TIMES_LOW = tl.constexpr(
+    """{ .reg .b16 low, high; .reg .b32 factor, nothing;
+    mov.b32 {low, high}, $2;
+    mov.b32 factor, {low, low};
+    mov.b32 nothing, 0x80008000;
+    fma.rn.bf16x2 $0, $1, factor, nothing; }"""
 )
+_TIMES_HIGH = tl.constexpr(_TIMES_LOW.value.replace("{low, low}", "{high, high}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +131,9 @@ class Nibbles:
                               f"got {dtype} and 2^{int(exponents.max()) - 127}")  # fmt: skip
         num_in = 2 * values.shape[-1]
         factors = _mxfp4_factors(exponents, -(-num_in // BLOCK))
-        counts = make_counters(values.device)
-        return cls(_pack_words(values), factors, 32, num_in, dtype, counts, is_mxfp4=True)
+        words, counts = _pack_words(values), make_counters(values.device)
+        _spread(words)
+        return cls(words, factors, 32, num_in, dtype, counts, is_mxfp4=True)
 
     @property
     def num_out(self) -> int:
@@ -175,6 +191,17 @@ def _words_of(values: Tensor, blocks: int) -> Tensor:
     return torch.stack((low, high), dim=-1).view(torch.int16).squeeze(-1)
 
 
+def _spread(words: Tensor) -> None:
+    """Move the bits of e2m1 numbers from nibbles to their places, in place."""
+    for part in words.view(-1).split(_WORDS_AT_ONCE):
+        wide = part.int()
+        moved = torch.zeros_like(wide)
+        for index, (sign, magnitude) in enumerate(((15, 6), (9, 0), (11, 3), (10, 12))):
+            number = wide >> 4 * index
+            moved |= ((number >> 3) & 1) << sign | (number & 7) << magnitude
+        part.copy_(moved)
+
+
 def _int4_factors(scales: Tensor, zeros: Tensor | None, group: int, blocks: int) -> Tensor:
     """[.., out, groups] each -> int32 [.., groups, out], or int64 if scales are fp32."""
     dtype = scales.dtype
@@ -188,7 +215,7 @@ def _int4_factors(scales: Tensor, zeros: Tensor | None, group: int, blocks: int)
 def _mxfp4_factors(exponents: Tensor, blocks: int) -> Tensor:
     """uint8 [.., out, groups of 32] -> int32 [.., blocks, out]"""
     *lead, out, groups = exponents.shape
-    padded = F.pad(exponents, (0, 4 * blocks - groups)).view(*lead, out, blocks, 4)
+    padded = F.pad(exponents + 126, (0, 4 * blocks - groups)).view(*lead, out, blocks, 4)
     return padded.transpose(-2, -3).contiguous().view(torch.int32).squeeze(-1)
 
 
@@ -304,32 +331,33 @@ def _mxfp4_quarters(words, factors, DTYPE: tl.constexpr, IS_PTX: tl.constexpr):
             _E2M1, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-        first = _times(first, factors)
-        second = _times(second, factors >> 8)
-        third = _times(third, factors >> 16)
-        fourth = _times(fourth, factors >> 24)
+        # a factor is 2^126 * 2^(exponent - 127) = 2^(exponent - 1), at most 2^127
+        even, odd = (factors << 7) & 0x7F807F80, (factors >> 1) & 0x7F807F80
+        first = _times(first, even, _TIMES_LOW)
+        second = _times(second, odd, _TIMES_LOW)
+        third = _times(third, even, _TIMES_HIGH)
+        fourth = _times(fourth, odd, _TIMES_HIGH)
     else:
-        first = _plain_e2m1(words, factors, DTYPE)
-        second = _plain_e2m1(words >> 4, factors >> 8, DTYPE)
-        third = _plain_e2m1(words >> 8, factors >> 16, DTYPE)
-        fourth = _plain_e2m1(words >> 12, factors >> 24, DTYPE)
+        first = _plain_e2m1(words, 15, 6, factors, DTYPE)
+        second = _plain_e2m1(words, 9, 0, factors >> 8, DTYPE)
+        third = _plain_e2m1(words, 11, 3, factors >> 16, DTYPE)
+        fourth = _plain_e2m1(words, 10, 12, factors >> 24, DTYPE)
     return first, second, third, fourth
 
 
 @triton.jit
-def _times(part, exponent):
-    """part * factor. The factor is 2^126 * 2^(exponent - 127) = 2^(exponent - 1), at most 2^127."""
-    factor = (((exponent & 255) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    factor = tl.broadcast_to(factor[:, None], part.shape)
+def _times(part, factors, HALF: tl.constexpr):
+    """part * the factor in that half of `factors` [out]."""
+    factors = tl.broadcast_to(factors[:, None], part.shape)
     return tl.inline_asm_elementwise(
-        _TIMES_BF16, "=&r,r,r", [part, factor], dtype=tl.bfloat16, is_pure=True, pack=2
+        HALF, "=r,r,r,r", [part, factors], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 
 @triton.jit
-def _plain_e2m1(nibbles, exponent, DTYPE: tl.constexpr):
-    """The e2m1 number in the lowest four bits."""
-    bits = nibbles.to(tl.int32)
-    bits = ((bits & 8) << 28) | ((bits & 7) << 22)  # as fp32: the number times 2^-126
-    factor = (((exponent & 255) + 126) << 23).to(tl.float32, bitcast=True)
+def _plain_e2m1(words, SIGN: tl.constexpr, MAGNITUDE: tl.constexpr, factors, DTYPE: tl.constexpr):
+    """The number whose sign and magnitude begin at these bits, times the lowest factor."""
+    bits = words.to(tl.int32)
+    bits = (((bits >> SIGN) & 1) << 31) | (((bits >> MAGNITUDE) & 7) << 22)  # times 2^-126
+    factor = ((factors & 255) << 23).to(tl.float32, bitcast=True)
     return (bits.to(tl.float32, bitcast=True) * factor[:, None]).to(DTYPE)

@@ -21,7 +21,7 @@ import numpy as np
 
 from mainstem.core.errors import EngineLost, InvalidRequest
 from mainstem.core.events import Event, SequenceAdmitted, StepStarted
-from mainstem.core.ids import PageKey, RequestId
+from mainstem.core.ids import RequestId
 from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.weights import FolderUpdate
@@ -120,7 +120,6 @@ class EngineHost:
         self._compiling: dict[int, tuple[Request, Future[CompiledForm]]] = {}  # by number
         self._open: dict[str, _Submitted] = {}
         self._ids: dict[int, RequestId] = {}  # by number
-        self._pinned: dict[str, list[PageKey]] = {}  # pages by the name under which they are pinned
         self._report = protocol.EngineReport()
         self._snapshot_s = 0.0
         self._was_idle = True
@@ -294,13 +293,8 @@ class EngineHost:
         engine = self._engine
         match command:
             case protocol.Pin(_, name, prefixes, salt, public_tokens):
-                # unpin the old pages first: they may include the new ones
-                engine.unpin(self._pinned.pop(name, []))
                 arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
-                keys = [key for ids in arrays for key in engine.pin(ids, salt, public_tokens)]
-                if keys:
-                    self._pinned[name] = keys
-                return len(keys)
+                return engine.pin(name, arrays, salt, public_tokens)
             case protocol.ClearCache():
                 return engine.clear_cache()
             case protocol.CheckEngine():

@@ -1,0 +1,189 @@
+"""Which kept state is evicted: by pin, queue, last use and price, as kv/eviction.py says."""
+
+import numpy as np
+import pytest
+
+from mainstem.core.request import SamplingParams
+from mainstem.core.step import Int32s
+from mainstem.kv.eviction import MOST_USES
+from mainstem.kv.keys import PageChain, root_key
+from mainstem.kv.states import NO_STATE, StatePlace, StateStore
+from tests.builders import VOCAB, a_request, an_engine, run_all
+
+PAGE = 4
+ROOT = root_key(b"model", PAGE, b"")
+
+
+def a_chain(*tokens: Int32s) -> PageChain:
+    return PageChain.of(ROOT, PAGE, np.concatenate(tokens))
+
+
+def tokens(seed: int, count: int) -> Int32s:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
+
+
+def keep(store: StateStore, chain: PageChain, num_tokens: int) -> StatePlace:
+    place, slot = StatePlace.of(chain, num_tokens), store.take()
+    assert slot is not None
+    store.keep(place, slot)
+    store.check()
+    return place
+
+
+def test_a_state_shortly_after_another_goes_before_one_that_is_far() -> None:
+    """The one that goes was used last."""
+    store, chain, other = StateStore(3), a_chain(tokens(1, 120)), a_chain(tokens(2, 30))
+    first, second = keep(store, chain, 100), keep(store, other, 30)
+    near = keep(store, chain, 120)
+    store.take()
+    assert store.has(first)
+    assert store.has(second)
+    assert not store.has(near)
+
+
+def test_a_fork_that_two_prompts_used_outlives_ends_of_prompts() -> None:
+    """After its second use, six prompts of the same length end in a store of four states."""
+    store, shared = StateStore(4), tokens(1, 100)
+    fork = keep(store, a_chain(shared, tokens(2, 9)), 100)
+    _, slot = store.find(a_chain(shared, tokens(3, 9)), 109)
+    store.note_start(slot)
+    for seed in range(10, 16):
+        keep(store, a_chain(tokens(seed, 100)), 100)
+    assert store.has(fork)
+
+
+def test_a_fork_that_nobody_uses_leaves() -> None:
+    store = StateStore(4)
+    fork = keep(store, a_chain(tokens(1, 100)), 100)
+    for _ in range(50):
+        store.note_start(store.find(a_chain(tokens(1, 100)), 100)[1])
+    for seed in range(10, 10 + 8 * MOST_USES):
+        keep(store, a_chain(tokens(seed, 100)), 100)
+    assert not store.has(fork)
+
+
+def test_the_state_after_an_evicted_one_is_worth_more() -> None:
+    store, chain = StateStore(3), a_chain(tokens(1, 140))
+    first, second = keep(store, chain, 20), keep(store, chain, 60)
+    other = keep(store, a_chain(tokens(2, 50)), 50)
+    keep(store, a_chain(tokens(3, 500)), 500)
+    assert not store.has(first)  # 20 tokens
+    keep(store, a_chain(tokens(4, 500)), 500)
+    assert not store.has(other)  # 50 tokens, and `second` is worth 60 since `first` is gone
+    assert store.has(second)
+
+
+def test_a_state_that_is_kept_between_two_others_lowers_the_price_of_the_second() -> None:
+    store, chain = StateStore(4), a_chain(tokens(1, 140))
+    keep(store, chain, 20)
+    deep, other = keep(store, chain, 140), keep(store, a_chain(tokens(2, 50)), 50)
+    between = keep(store, chain, 120)
+    store.take()  # `deep` or the first: 20 tokens each, and the first was used longer ago
+    store.take()
+    assert not store.has(deep)
+    assert store.has(between)
+    assert store.has(other)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_states_of_waiting_prompts_and_pinned_ones_go_last(pinned: bool) -> None:
+    store, chain = StateStore(3), a_chain(tokens(1, 30))
+    wanted = keep(store, chain, 9)
+    pin = store.pin(chain) if pinned else None
+    if not pinned:
+        store.awaited = lambda: [chain]
+    for seed in range(10, 30):
+        keep(store, a_chain(tokens(seed, 50)), 50)
+    assert store.has(wanted)
+    store.awaited = tuple
+    if pin is not None:
+        store.unpin(pin)
+    for seed in range(40, 60):
+        keep(store, a_chain(tokens(seed, 50)), 50)
+    assert not store.has(wanted)
+
+
+def test_the_next_request_comes_before_the_last() -> None:
+    store = StateStore(2)
+    chains = [a_chain(tokens(seed, 30)) for seed in range(2)]
+    soon, late = (keep(store, chain, 20) for chain in chains)
+    store.awaited = lambda: chains
+    store.take()
+    assert store.has(soon)
+    assert not store.has(late)
+
+
+class Model:
+    """What is kept, and what each state is worth, by the definition."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.kept: dict[StatePlace, tuple[int, int]] = {}  # when it was used, and how often
+
+    def use(self, place: StatePlace) -> None:
+        self.clock += 1
+        self.kept[place] = self.clock, min(self.kept.get(place, (0, 0))[1] + 1, MOST_USES)
+
+    def worth(self, place: StatePlace) -> tuple[int, int]:
+        before = [0]
+        for other in self.kept:
+            num_tokens = other.num_tokens
+            if num_tokens < place.num_tokens and np.array_equal(
+                other.chain.token_ids[:num_tokens], place.chain.token_ids[:num_tokens]
+            ):
+                before.append(num_tokens)
+        used, num_uses = self.kept[place]
+        return used + num_uses * (place.num_tokens - max(before)), used
+
+    def evict(self) -> StatePlace:
+        victim = min(self.kept, key=self.worth)
+        self.clock = max(self.clock, self.worth(victim)[0])
+        del self.kept[victim]
+        return victim
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_trees_are_evicted_as_defined(seed: int) -> None:
+    """In a store so small that each eviction is planned by itself."""
+    rng, store, model = np.random.default_rng(seed), StateStore(9), Model()
+    stems = [rng.integers(0, 3, rng.integers(4, 60)).astype(np.int32) for _ in range(4)]
+    for _ in range(300):
+        stem = stems[rng.integers(len(stems))]
+        kept = stem[: rng.integers(1, len(stem) + 1)]
+        chain = a_chain(kept, rng.integers(0, 3, rng.integers(4, 30)).astype(np.int32))
+        num_tokens = int(rng.integers(PAGE, len(chain.token_ids) + 1))
+        if rng.random() < 0.4:
+            found, slot = store.find(chain, num_tokens)
+            store.note_start(slot)
+            if slot != NO_STATE:
+                model.use(StatePlace.of(chain, found))
+            continue
+        stems[rng.integers(len(stems))] = chain.token_ids
+        place, slot = StatePlace.of(chain, num_tokens), store.take()
+        assert slot is not None
+        if len(model.kept) == 9:
+            gone = model.evict()
+            assert not store.has(gone)
+        assert all(map(store.has, model.kept))
+        store.keep(place, slot)
+        model.use(place)
+        store.check()
+
+
+def test_a_shared_beginning_stays_between_requests_that_share_nothing() -> None:
+    """Of each six requests, one has the system prompt, in a store of eight states: with the least
+    recently used state evicted first, the prompt's state would be gone each time."""
+    rng = np.random.default_rng(7)
+    engine = an_engine(4096, 16, can_overlap=True, num_states=8)
+    system = rng.integers(0, VOCAB, 600).tolist()
+    sampling = SamplingParams(temperature=0.0, max_tokens=2)
+    starts: list[int] = []
+    for number in range(36):
+        has_system = number % 6 == 0
+        prompt = (system if has_system else []) + rng.integers(0, VOCAB, 50).tolist()
+        keep_tokens = 600 if has_system else 0
+        asked = a_request(prompt, name=str(number), sampling=sampling, keep_tokens=keep_tokens)
+        found = run_all(engine, [asked])
+        if has_system:
+            starts.append(found.outputs[0].num_cached_tokens)
+    assert starts == [0] + [600] * 5
