@@ -117,7 +117,8 @@ def test_siblings_answer_as_alone_without_rows(
         ({}, 5),
         ({"chunk_tokens": 7}, 1),
         ({"kv_tokens": STEM + max(OWN_TOKENS) + ANSWER + PAGE}, 0),
-        ({"num_states": 3}, 1),
+        ({"num_states": 3}, 0),
+        ({"num_states": 6}, 1),
     ]
     for settings, least in ways:
         steps = []
