@@ -263,7 +263,6 @@ def _delta_solve_kernel(
     after = tl.exp(tl.minimum(last - total, 0.0))
     tl.store(factor_ptrs + plane, k_scale * after, mask=is_row)
     tl.store(factor_ptrs + 2 * plane, tl.zeros_like(to) + tl.exp(last), mask=is_row)
-    row_slot = -1
     if row_slots_ptr is not None:
         tl.store(factor_ptrs + 3 * plane, total, mask=is_row)
         row_slot = tl.where(head % GROUP == 0, tl.load(row_slots_ptr + tl.program_id(0)), -1)
@@ -286,9 +285,10 @@ def _delta_solve_kernel(
         state_ptrs = of_state_ptr + rows[:, None] * K + dims[None, :]
         is_key = is_row[:, None] & (dims < K)[None, :]
         tl.store(state_ptrs, of_state.to(element), mask=is_key)
-        if row_slot >= 0:
+        if row_slots_ptr is not None:
             normed = (k.to(tl.float32) * k_scale[:, None]).to(element)
-            tl.store(keys_ptr + ids[:, None] * K + dims[None, :], normed, mask=is_key)
+            is_kept = is_key & (ids[:, None] * 0 <= row_slot)
+            tl.store(keys_ptr + ids[:, None] * K + dims[None, :], normed, mask=is_kept)
 
 
 @triton.jit(do_not_specialize=("first_token", "first_seq", "num_rows"))

@@ -42,10 +42,14 @@ from mainstem.kernels.recurrent.segments import Segments, TileList
 EPS = tl.constexpr(1e-6)
 VECTORS = tl.constexpr(16)  # rows of a product: the query, the key if needed, and padding
 ROWS = 64  # that are multiplied at a time
+PART = 1
 COLUMNS = 64  # of a state in one program
 BASE_PROGRAMS = 1024
 FOLD_PROGRAMS = 512
 PLAIN_PROGRAMS = 8  # for each block of a head's state, beside sequences with rows
+BASE_OPTIONS = {"num_warps": 4, "num_stages": 1}
+ROW_OPTIONS = {"num_warps": 4, "num_stages": 1}
+FOLD_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
@@ -246,14 +250,14 @@ def decode_with_rows(
         inputs.q, inputs.k if is_delta else None, matrix, of_base,
         segments.reads, use.members, use.group_starts, use.sizes,
         inputs.q.stride(0), inputs.k.stride(0), matrix.stride(0), of_base.stride(0),
-        BLOCK_V=columns, MEMBERS=SIBLINGS, **precision, **sizes,
+        BLOCK_V=columns, MEMBERS=SIBLINGS, **precision, **sizes, **BASE_OPTIONS,
     )  # fmt: skip
     _add_rows(inputs, segments.num_decodes, use, rows, of_base, out, sizes)
     if use.num_folds:
         _fold_kernel[(min(use.num_folds * blocks, FOLD_PROGRAMS),)](
             matrix, *rows[1:], use.slots, use.counts, segments.reads, segments.writes,
             use.folds, use.sizes, matrix.stride(0), *_strides(rows), rows.sums.shape[2],
-            BLOCK_V=columns, BLOCK_ROWS=ROWS, **precision, **sizes,
+            BLOCK_V=columns, BLOCK_ROWS=ROWS, **precision, **sizes, **FOLD_OPTIONS,
         )  # fmt: skip
 
 
@@ -268,14 +272,14 @@ def _add_rows(
 ) -> None:
     q, k, v, a, b = inputs.q, inputs.k, inputs.v, inputs.a, inputs.b
     heads, value_dim = v.shape[1:]
-    part = 1
+    part = PART if heads // q.shape[1] % PART == 0 else 1
     _row_kernel[(heads // part, num_decodes)](
         q, k, v, a, b, inputs.a_log, inputs.dt_bias, inputs.skip, of_base, out,
         *rows[1:], use.slots, use.counts,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), 0 if b is None else b.stride(0),
         out.stride(0), *_strides(rows), rows.sums.shape[2], of_base.stride(0), q.shape[2] ** -0.5,
         *inputs.limits, V_LANES=lanes_of(value_dim), BLOCK_ROWS=ROWS, PART=part,
-        **dot_options(rows.keys, q.shape[2], value_dim), **sizes,
+        **dot_options(rows.keys, q.shape[2], value_dim), **sizes, **ROW_OPTIONS,
     )  # fmt: skip
 
 
