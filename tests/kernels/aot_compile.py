@@ -94,10 +94,11 @@ from mainstem.kernels.recurrent.scan import (
 )
 from mainstem.kernels.recurrent.segments import TILE
 from mainstem.kernels.recurrent.siblings import (
+    BASE_OPTIONS,
     COLUMNS,
+    ROW_OPTIONS,
     ROWS,
     _base_kernel,
-    _fold_kernel,
     _row_kernel,
 )
 from mainstem.kernels.sampling.sample import (
@@ -124,7 +125,7 @@ INT_POINTERS = (
     "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
     "tile_ends_ptr", "tile_count_ptr", "experts_ptr", "factors_ptr", "starts_ptr", "writes_ptr",
     "seq_segments_ptr", "reads_ptr", "tile_writes_ptr", "seq_tiles_ptr", "row_slots_ptr",
-    "first_rows_ptr", "members_ptr", "group_starts_ptr", "folds_ptr", "plain_ptr", "sizes_ptr",
+    "first_rows_ptr", "members_ptr", "group_starts_ptr", "writers_ptr", "sizes_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
@@ -132,11 +133,12 @@ FLOAT_POINTERS = (
     "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
     "weights_ptr", "shared_weights_ptr", "sinks_ptr", "a_log_ptr", "dt_bias_ptr", "d_ptr",
     "matrix_ptr", "choice_bias_ptr", "sums_ptr", "of_base_ptr", "found_ptr",
+    "gates_ptr", "norms_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 OF_ROWS = (  # arguments that are None in steps without rows
-    "row_conv_ptr", "row_slots_ptr", "counts_ptr", "first_rows_ptr", "plain_ptr", "sizes_ptr",
-    "keys_ptr", "values_ptr", "sums_ptr",
+    "row_conv_ptr", "row_slots_ptr", "counts_ptr", "first_rows_ptr", "writers_ptr",
+    "sizes_ptr", "keys_ptr", "values_ptr", "sums_ptr",
 )  # fmt: skip
 SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # on Hopper, and on consumer cards
 
@@ -524,8 +526,10 @@ def _state_jobs(
         no_rows = _nothing(*OF_ROWS)
     delta = {"GROUP": 3, "K": dim, "V": dim}
     for kernel in (_delta_decode_kernel, _delta_serial_kernel):
-        sizes = {**delta, **overlaps, "K_LANES": lanes, "BLOCK_V": 32}
-        yield kernel, _known(kernel, {**sizes, **no_rows}), {}, warps
+        sizes = {**delta, **overlaps, "HEADS": 48, "K_LANES": lanes, "BLOCK_V": 32}
+        sizes["PRECISION"] = dots["PRECISION"]
+        types = keys if "keys_ptr" in kernel.arg_names else {}
+        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
     solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
     alone = {"num_warps": 4 if size == 2 else 8, "num_stages": 1}
     solve = _known(_delta_solve_kernel, {**solve, **no_rows})
@@ -535,8 +539,9 @@ def _state_jobs(
     yield _delta_pass_kernel, passed, factors, tiles
     scan = {"GROUP": 16, "N": dim, "P": 64, "N_LANES": lanes}
     for kernel in (_scan_decode_kernel, _scan_serial_kernel):
-        sizes = {**scan, **overlaps, "BLOCK_P": 32}
-        yield kernel, _known(kernel, {**sizes, **no_rows}), {}, warps
+        sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32, "PRECISION": dots["PRECISION"]}
+        types = keys if "keys_ptr" in kernel.arg_names else {}
+        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
     sizes = {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size), **no_rows}
     yield _scan_kernel, _known(_scan_kernel, sizes), keys, tiles
 
@@ -551,18 +556,17 @@ def _row_jobs(
 ) -> Iterator[tuple[triton.JITFunction, dict[str, object], dict[str, str], dict[str, int]]]:
     """Decodes with rows: of the delta rule and of Mamba-2."""
     for groups, value_dim, nothing in (
-        ({"HEADS": 48, "GROUP": 3}, 128, ("skip_ptr",)),
-        ({"HEADS": 64, "GROUP": 8}, 64, ("k_ptr", "b_ptr")),
+        ({"HEADS": 48, "GROUP": 3, "PART": 3}, 128, ("skip_ptr",)),
+        ({"HEADS": 64, "GROUP": 8, "PART": 4}, 64, ("b_ptr",)),
     ):
         sizes = {
             **groups, **dots, "K": 128, "K_LANES": 128, "V": value_dim, "V_LANES": value_dim,
-            "BLOCK_V": COLUMNS, "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS, "PART": 1,
+            "BLOCK_V": COLUMNS, "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS, "GATES": 132,
+            "HEAD_LANES": 64, "KEY_HEAD_LANES": 16,
         }  # fmt: skip
-        for kernel in (_base_kernel, _row_kernel, _fold_kernel):
-            left = set(nothing) - ({"k_ptr"} if kernel is _row_kernel else set())
-            constants = _known(kernel, {**sizes, **_nothing(*left)})
-            types = {"keys_ptr": "*bf16"} if "keys_ptr" in kernel.arg_names else {}
-            yield kernel, constants, types, {"num_warps": 4, "num_stages": 1}
+        for kernel, options in ((_base_kernel, BASE_OPTIONS), (_row_kernel, ROW_OPTIONS)):
+            constants = _known(kernel, {**sizes, **_nothing(*nothing)})
+            yield kernel, constants, {"keys_ptr": "*bf16"}, options
 
 
 def _copy_jobs() -> Iterator[Job]:
