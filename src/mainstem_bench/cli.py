@@ -49,6 +49,10 @@ BENCHES = {
         "mainstem_bench.kernel",
         "span attention on a GPU, compared with its least possible time",
     ),
+    "recurrent": (
+        "mainstem_bench.recurrent",
+        "decodes of a recurrent layer on a GPU, with states that siblings share",
+    ),
     "heads": ("mainstem_bench.heads", "the same for many head layouts"),
     "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, measured again"),
     "cuts": ("mainstem_bench.cuts", "how well the attention planner chooses, on random steps"),

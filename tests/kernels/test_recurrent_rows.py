@@ -172,16 +172,15 @@ def test_groups_have_one_base_and_at_most_so_many_members() -> None:
         slots = random.permutation(num_seqs) * random.choice([1, 1, 1, -1], num_seqs)
         parts = [a_row_decode(int(random.integers(-1, 4)), max(int(slot), -1), 1) for slot in slots]
         packed = pack(parts)
-        assert packed.shape == (7, row_width(num_seqs))
-        num_groups, num_folds, num_plain = packed[6, :3]
+        assert packed.shape == (6, row_width(num_seqs))
+        num_groups, num_writers = packed[5, :2]
         starts = packed[3, : num_groups + 1]
-        assert num_folds == 0
         assert starts[0] == 0
         assert (packed[3, num_groups:] == starts[-1]).all()
         members = packed[2, : starts[-1]]
-        plain = packed[5, :num_plain]
-        assert sorted([*members, *plain]) == list(range(num_seqs))
-        assert all(parts[n].row_slot >= 0 for n in members)
+        writers = packed[4, :num_writers]
+        assert sorted([*members, *writers]) == list(range(num_seqs))
+        assert all((parts[n].row_slot >= 0) == (n in members) for n in range(num_seqs))
         bases: list[int] = []
         for start, end in pairwise(starts):
             of_group = {parts[n].read for n in members[start:end]}

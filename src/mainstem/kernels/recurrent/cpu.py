@@ -17,7 +17,7 @@ Decodes with rows (`rows.py`) are these lines for one more token, where S is the
 over the rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -64,15 +64,43 @@ def _sequences(segments: Segments) -> Iterator[_Sequence]:
 
 
 class _Decodes(NamedTuple):
-    """Decodes without rows."""
+    """Decodes that write a state."""
 
     tokens: slice | Tensor
     reads: Tensor
     writes: Tensor
+    row_slots: Tensor | None  # None: nobody has rows
+    counts: Tensor | None
 
-    def states(self, states: Tensor) -> Tensor:
-        """Copies of the states to start from."""
-        return _states(self.reads, states)
+    def inputs(self, conv: Tensor, rows: LayerRows | None) -> Tensor:
+        """Copies of the last inputs."""
+        found = _states(self.reads, conv)
+        for index, slot, _ in self._with_rows():
+            assert rows is not None
+            found[index] = rows.conv[slot]
+        return found
+
+    def states(self, matrix: Tensor, rows: LayerRows | None) -> Tensor:
+        """Copies of the states to start from: bases after their rows."""
+        found = _states(self.reads, matrix)
+        for index, slot, count in self._with_rows():
+            assert rows is not None
+            sums = rows.sums[slot, :, :count, None]
+            keys = rows.keys[slot, :, :count].float()
+            keys = keys.repeat_interleave(len(found[index]) // len(keys), 0)
+            keys = keys * (sums[:, -1:] - sums).exp()
+            found[index] *= sums[:, -1:].exp()
+            found[index] += keys.mT @ rows.values[slot, :, :count].float()
+        return found
+
+    def _with_rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield index, row slot and count of the decodes that have rows."""
+        if self.row_slots is None or self.counts is None:
+            return
+        slots, counts = self.row_slots.tolist(), self.counts.tolist()
+        for index, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+            if slot >= 0 and count > 0:
+                yield index, slot, count
 
 
 def _states(reads: Tensor, states: Tensor) -> Tensor:
@@ -85,21 +113,21 @@ def _states(reads: Tensor, states: Tensor) -> Tensor:
 
 
 def _decodes(segments: Segments, states: Tensor) -> Iterator[_Decodes]:
-    """Yield decodes to be computed together."""
+    """Yield decodes that write a state, to be computed together."""
     state_bytes = states[0].numel() * states.element_size()
-    step, rows = max(BATCH_BYTES // state_bytes, 1), segments.rows
-    parts: Sequence[slice | Tensor]
-    if rows is None:
-        firsts = range(0, segments.num_decodes, step)
-        parts = [slice(first, min(first + step, segments.num_decodes)) for first in firsts]
-    else:
-        parts = torch.split(rows.plain[: rows.num_plain], step) if rows.num_plain else []
-    for tokens in parts:
-        yield _Decodes(tokens, segments.reads[tokens], segments.writes[tokens].long())
+    step, use = max(BATCH_BYTES // state_bytes, 1), segments.rows
+    if use is None:
+        for first in range(0, segments.num_decodes, step):
+            some = slice(first, min(first + step, segments.num_decodes))
+            yield _Decodes(some, segments.reads[some], segments.writes[some].long(), None, None)
+    elif use.num_writers:
+        for tokens in torch.split(use.writers[: use.num_writers], step):
+            reads, writes = segments.reads[tokens], segments.writes[tokens].long()
+            yield _Decodes(tokens, reads, writes, use.slots[tokens], use.counts[tokens])
 
 
 class _RowDecodes(NamedTuple):
-    """Decodes with rows."""
+    """Decodes that append a row."""
 
     tokens: Tensor
     slots: Tensor
@@ -117,11 +145,11 @@ class _RowDecodes(NamedTuple):
 
 
 def _row_decodes(segments: Segments) -> Iterator[_RowDecodes]:
-    """Yield decodes with rows, to be computed together."""
+    """Yield decodes that append a row, to be computed together."""
     use = segments.rows
-    if use is None or segments.num_decodes == use.num_plain:
+    if use is None or segments.num_decodes == use.num_writers:
         return
-    members = use.members[: segments.num_decodes - use.num_plain].long()
+    members = use.members[: segments.num_decodes - use.num_writers].long()
     for tokens in torch.split(members, SIBLINGS):
         yield _RowDecodes(tokens, use.slots[tokens].long(), use.counts[tokens].long())
 
@@ -152,22 +180,6 @@ def _of_rows(x: Tensor, batch: _RowDecodes, rows: LayerRows, totals: Tensor) -> 
     values = torch.where(is_row[:, None, :, None], values.float(), 0.0)
     keys = torch.where(is_row[:, None, :, None], keys, 0.0)
     return (x @ keys.mT * weights) @ values
-
-
-def _fold(segments: Segments, matrix: Tensor, rows: LayerRows | None) -> None:
-    """Write the states of the decodes with rows that write one."""
-    use = segments.rows
-    if use is None or use.num_folds == 0:
-        return
-    assert rows is not None
-    group = rows.values.shape[1] // rows.keys.shape[1]
-    for token in use.folds[: use.num_folds].tolist():
-        slot, end = int(use.slots[token]), int(use.counts[token]) + 1
-        sums = rows.sums[slot, :, :end, None]
-        keys = rows.keys[slot, :, :end].float().repeat_interleave(group, 0)
-        keys = keys * (sums[:, -1:] - sums).exp()
-        base = _states(segments.reads[token : token + 1], matrix)[0] * sums[:, -1:].exp()
-        matrix[int(segments.writes[token])] = base + keys.mT @ rows.values[slot, :, :end].float()
 
 
 class _PromptRows:
@@ -216,20 +228,18 @@ def convolve(
         out[tokens] = total.to(out.dtype)
 
     for batch in _decodes(segments, conv):
-        window = torch.cat((batch.states(conv), x[batch.tokens, None]), dim=1)
+        window = torch.cat((batch.inputs(conv, rows), x[batch.tokens, None]), dim=1)
         finish((window.float() * taps).sum(1), batch.tokens)
         conv.index_copy_(0, batch.writes, window[:, 1:])
     for row_batch in _row_decodes(segments):
         assert rows is not None
-        tokens, writes = row_batch.tokens, segments.writes[row_batch.tokens]
+        tokens = row_batch.tokens
         has_rows = (row_batch.counts > 0)[:, None, None]
         old = _states(segments.reads[tokens], conv)
         old = torch.where(has_rows, rows.conv[row_batch.slots], old)
         window = torch.cat((old, x[tokens, None]), dim=1)
         finish((window.float() * taps).sum(1), tokens)
-        is_fold = writes >= 0
-        conv[writes[is_fold].long()] = window[is_fold, 1:]
-        rows.conv[row_batch.slots[~is_fold]] = window[~is_fold, 1:]
+        rows.conv[row_batch.slots] = window[:, 1:]
     for seq in _sequences(segments):
         begin, end = seq.bounds[0], seq.bounds[-1]
         inputs = torch.cat((seq.state(conv), x[begin:end]))
@@ -322,7 +332,7 @@ def delta_rule(
     logs = logs.clamp_(min=MIN_LOG_DECAY)
     beta = b.float().sigmoid()
     for batch in _decodes(segments, matrix):
-        states, tokens = batch.states(matrix), batch.tokens
+        states, tokens = batch.states(matrix, rows), batch.tokens
         vectors = torch.stack((k[tokens], q[tokens]), dim=2).repeat_interleave(group, 1)
         decay = logs[tokens].exp()[..., None]
         from_keys, from_queries = ((vectors @ states) * decay[..., None]).unbind(2)
@@ -372,7 +382,6 @@ def _delta_rows(
         u = (v[tokens] - from_keys) * beta[tokens][..., None]
         out[tokens] = (from_queries + (key * query).sum(-1, keepdim=True) * u).to(out.dtype)
         batch.append(rows, k[tokens], u, totals)
-    _fold(segments, matrix, rows)
 
 
 def _delta_tiles(
@@ -424,7 +433,7 @@ def mamba_scan(
     logs = (-a_log.float().exp() * dt).clamp_(min=MIN_LOG_DECAY)
     skip = d.float()[:, None]
     for batch in _decodes(segments, matrix):
-        states, tokens = batch.states(matrix), batch.tokens
+        states, tokens = batch.states(matrix, rows), batch.tokens
         into = b[tokens].float().repeat_interleave(group, 1) * dt[tokens][..., None]
         values, read = x[tokens].float(), c[tokens].float().repeat_interleave(group, 1)
         states.mul_(logs[tokens].exp()[..., None, None])
@@ -475,7 +484,6 @@ def _mamba_rows(
         weights = (keys * c[tokens].float()).sum(-1, keepdim=True).repeat_interleave(group, 1)
         out[tokens] = (of_state.squeeze(2) + weights * u + skip * values).to(out.dtype)
         batch.append(rows, keys, u, totals)
-    _fold(segments, matrix, rows)
 
 
 def _mamba_tiles(

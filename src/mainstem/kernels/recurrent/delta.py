@@ -46,10 +46,11 @@ from mainstem.kernels.recurrent.blocks import (
 from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments, TileList
 from mainstem.kernels.recurrent.siblings import (
-    PLAIN_PROGRAMS,
     DecodeInputs,
-    TileRows,
+    KernelRows,
+    after_rows,
     decode_with_rows,
+    state_precision,
 )
 
 DECODE_COLUMNS = 32
@@ -90,15 +91,23 @@ def _delta_token(
 @triton.jit
 def _delta_decode(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, matrix_ptr, out_ptr, writes_ptr, reads_ptr,
-    seq, head, dims, columns,
-    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr, seq, head, dims, columns,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, scale,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute columns of a head for one decode."""
+    """Compute columns of a head for one decode that writes a state."""
     slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
     cells = head * K * V + dims[:, None] * V + columns[None, :]
     is_cell = (dims < K)[:, None] & (columns < V)[None, :]
     state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    if row_slots_ptr is not None:
+        row_slot, count = tl.load(row_slots_ptr + seq), tl.load(counts_ptr + seq)
+        if (row_slot >= 0) & (count > 0):
+            state = after_rows(
+                state, keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
+                stride_keys, stride_values, stride_sums, room, GROUP, K, V, PRECISION,
+            )  # fmt: skip
     state = _delta_token(
         state, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, out_ptr, seq.to(tl.int64),
         head, dims, columns,
@@ -110,33 +119,41 @@ def _delta_decode(
 @triton.jit
 def _delta_decode_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, out_ptr,
-    writes_ptr, reads_ptr, plain_ptr, sizes_ptr,
-    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
-    BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
+    writes_ptr, reads_ptr, writers_ptr, sizes_ptr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    K_LANES: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, value head and BLOCK_V columns of its state; or with a list of
-    sequences (RowUse.plain), of which a program takes some in turn."""
+    """One program per sequence, head and BLOCK_V columns of its state; or with a list of sequences
+    (RowUse.writers), of which a program takes some columns of one, then of another."""
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, first = tl.program_id(0) // blocks, tl.program_id(1)
     dims = tl.arange(0, K_LANES)
-    columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
-    wait_for_ahead(OVERLAPS)
-    if plain_ptr is None:
+    if writers_ptr is None:
+        head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+        columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+        a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+        wait_for_ahead(OVERLAPS)
         _delta_decode(
             q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, matrix_ptr, out_ptr,
-            writes_ptr, reads_ptr, first, head, dims, columns,
-            stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
-            GROUP, K, V,
+            writes_ptr, reads_ptr, None, None, None, None, None, seq, head, dims, columns,
+            stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, 0, 0, 0, 0,
+            scale, GROUP, K, V, PRECISION,
         )  # fmt: skip
     else:
-        for index in range(first, tl.load(sizes_ptr + 2), tl.num_programs(1)):
+        wait_for_ahead(OVERLAPS)
+        items = tl.load(sizes_ptr + 1) * (HEADS * blocks)
+        for item in range(tl.program_id(0), items, tl.num_programs(0)):
+            seq, head = tl.load(writers_ptr + item // (HEADS * blocks)), (item // blocks) % HEADS
+            columns = (item % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+            a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
             _delta_decode(
                 q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, matrix_ptr, out_ptr,
-                writes_ptr, reads_ptr, tl.load(plain_ptr + index), head, dims, columns,
-                stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
-                GROUP, K, V,
+                writes_ptr, reads_ptr, keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+                seq, head, dims, columns,
+                stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
+                stride_keys, stride_values, stride_sums, room, scale, GROUP, K, V, PRECISION,
             )  # fmt: skip
 
 
@@ -263,7 +280,6 @@ def _delta_solve_kernel(
     after = tl.exp(tl.minimum(last - total, 0.0))
     tl.store(factor_ptrs + plane, k_scale * after, mask=is_row)
     tl.store(factor_ptrs + 2 * plane, tl.zeros_like(to) + tl.exp(last), mask=is_row)
-    row_slot = -1
     if row_slots_ptr is not None:
         tl.store(factor_ptrs + 3 * plane, total, mask=is_row)
         row_slot = tl.where(head % GROUP == 0, tl.load(row_slots_ptr + tl.program_id(0)), -1)
@@ -286,9 +302,10 @@ def _delta_solve_kernel(
         state_ptrs = of_state_ptr + rows[:, None] * K + dims[None, :]
         is_key = is_row[:, None] & (dims < K)[None, :]
         tl.store(state_ptrs, of_state.to(element), mask=is_key)
-        if row_slot >= 0:
+        if row_slots_ptr is not None:
             normed = (k.to(tl.float32) * k_scale[:, None]).to(element)
-            tl.store(keys_ptr + ids[:, None] * K + dims[None, :], normed, mask=is_key)
+            is_kept = is_key & (ids[:, None] * 0 <= row_slot)
+            tl.store(keys_ptr + ids[:, None] * K + dims[None, :], normed, mask=is_kept)
 
 
 @triton.jit(do_not_specialize=("first_token", "first_seq", "num_rows"))
@@ -402,17 +419,21 @@ def delta_rule(
             segments.starts, segments.writes, segments.seq_segments, segments.reads,
             *strides, key_dim**-0.5, **options,
         )  # fmt: skip
-    use, num_plain = segments.rows, segments.num_decodes
-    plain, sizes = None, None
+    use = segments.rows
     if use is not None:
-        decode_with_rows(
-            DecodeInputs(q, k, v, a, b, a_log, dt_bias, None), segments, matrix, rows, out
+        inputs = DecodeInputs(q, k, v, a, b, a_log, dt_bias, None)
+        decode_with_rows(inputs, segments, matrix, rows, out)
+    num_writers = segments.num_decodes if use is None else use.num_writers
+    if num_writers:
+        blocks, kept = heads * cdiv(value_dim, block), KernelRows.of_writers(use, rows)
+        grid = (
+            (blocks, num_writers) if use is None else (min(blocks * num_writers, WRITER_PROGRAMS),)
         )
-        num_plain, plain, sizes = min(use.num_plain, PLAIN_PROGRAMS), use.plain, use.sizes
-    if num_plain:
-        _delta_decode_kernel[(heads * cdiv(value_dim, block), num_plain)](
+        _delta_decode_kernel[grid](
             q, k, v, a, b, a_log, dt_bias, matrix, out, segments.writes, segments.reads,
-            plain, sizes, *strides, key_dim**-0.5, **options,
+            None if use is None else use.writers, None if use is None else use.sizes,
+            *kept[:5], *strides, *kept[5:], key_dim**-0.5, HEADS=heads,
+            PRECISION=state_precision(v), **options,
         )  # fmt: skip
     if segments.tiles is not None:
         _run_tiles((q, k, v, a, b), (a_log, dt_bias), segments, segments.tiles, matrix, out, rows)
@@ -438,7 +459,7 @@ def _run_tiles(
     first, num_rows = segments.num_decodes, len(q) - segments.num_decodes
     own, of_state = (q.new_empty(num_rows, heads, dim) for dim in (value_dim, key_dim))
     scores = q.new_empty(num_rows, heads, TILE)
-    kept = TileRows.of(tiles, rows)
+    kept = KernelRows.of_tiles(tiles, rows)
     num_factors = 3 if kept.slots is None else 4
     factors = torch.empty(num_factors, num_rows, heads, dtype=torch.float32, device=q.device)
     common = {

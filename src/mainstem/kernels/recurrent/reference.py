@@ -56,7 +56,7 @@ def _tokens(
             for token in range(starts[segment], starts[segment + 1]):
                 write = int(segments.writes[segment])
                 is_written = token == starts[segment + 1] - 1 and write >= 0
-                row = None if row_slot < 0 else _Place(row_slot, count)
+                row = None if row_slot < 0 or is_written else _Place(row_slot, count)
                 yield _Token(state, token, write if is_written else None, row)
                 count += 1
 

@@ -10,12 +10,13 @@ up to its token i, and a key k_i and a value u_i for each of these tokens, its s
           slot 1 | k_0 u_0 |         |         |     |     of sequence 1
 
 A *row slot* has room for some rows of one sequence, with the logarithm of G_i for each, and the
-last inputs of its convolution, if it has rows. A decode appends its row. If it also writes a state,
-it *folds*: that is S_t, to which its rows no longer belong. It may write its base only if no other
-sequence reads that. A prompt's tokens become rows if it has none before the step; its one segment
-then writes no state (-1). For the delta rule k is normalised and u is what the token added to the
-state. For Mamba-2, k is b and u is dt x. Steps whose tokens are computed one after the other
-(`Segments.is_serial`) have no rows: rows are rounded, so bits would show where a base was.
+last inputs of its convolution, if it has rows. A decode appends its row, or writes a state: it
+*folds*. That state is S_t, to which its rows no longer belong. It may be written in place of its
+base only if no other sequence reads that. A prompt's tokens become rows if it has none before the
+step; its one segment then writes no state (-1). For the delta rule k is normalised and u is what
+the token added to the state. For Mamba-2, k is b and u is dt x. Steps whose tokens are computed one
+after the other (`Segments.is_serial`) have no rows: rows are rounded, so bits would show where a
+base was.
 """
 
 from collections.abc import Sequence
@@ -50,35 +51,25 @@ class RowUse:
 
     slots: Tensor  # [sequences] row slot; -1: has no rows
     counts: Tensor  # [sequences] rows before the step
-    members: Tensor  # decodes with rows; those that read the same base are neighbours
+    members: Tensor  # decodes that append a row; those that read the same base are neighbours
     group_starts: Tensor  # [groups + 1] first member of each group of at most SIBLINGS
-    folds: Tensor  # decodes with rows that write a state
-    plain: Tensor  # decodes without rows
-    sizes: Tensor  # [3] the number of groups, folds and plain decodes
+    writers: Tensor  # decodes that write a state: folds, and decodes without rows
+    sizes: Tensor  # [2] the number of groups and of writers
     num_groups: int
-    num_folds: int
-    num_plain: int
+    num_writers: int
 
     @classmethod
     def of_graph(cls, packed: Tensor, num_decodes: int) -> "RowUse":
         """For a CUDA graph: what `pack_rows` returned, in a buffer whose contents may change."""
-        return cls._of(packed.unbind(), num_decodes, num_decodes, num_decodes)
+        slots, counts, members, group_starts, writers, sizes = packed.unbind()
+        return cls(slots, counts, members, group_starts, writers, sizes, num_decodes, num_decodes)
 
     @classmethod
     def of_step(cls, packed: Sequence[Tensor], sizes: Ints) -> "RowUse":
         """For one step: the rows of what `pack_rows` returned; `sizes`: their last one."""
-        num_groups, num_folds, num_plain = (int(size) for size in sizes[:3])
-        return cls._of(packed, num_groups, num_folds, num_plain)
-
-    @classmethod
-    def _of(
-        cls, packed: Sequence[Tensor], num_groups: int, num_folds: int, num_plain: int
-    ) -> "RowUse":
-        slots, counts, members, group_starts, folds, plain, sizes = packed
-        return cls(
-            slots, counts, members, group_starts, folds, plain, sizes,
-            num_groups, num_folds, num_plain,
-        )  # fmt: skip
+        slots, counts, members, group_starts, writers, of_lists = packed
+        num_groups, num_writers = int(sizes[0]), int(sizes[1])
+        return cls(slots, counts, members, group_starts, writers, of_lists, num_groups, num_writers)
 
 
 def row_width(num_seqs: int) -> int:
@@ -93,20 +84,19 @@ def pack_rows(slots: Ints, counts: Ints, reads: Ints, decode_writes: Ints) -> In
     slots, counts, reads: of all sequences; decode_writes: of the leading ones, which are decodes.
 
     >>> packed = pack_rows(*np.array([[0, 1, -1], [2, 0, 0], [3, 3, 5]]), np.array([-1, 7, 5]))
-    >>> packed[2:6].tolist()  # members 0 and 1 in one group; 1 folds; 2 has no rows
-    [[0, 1, 0, 0], [0, 2, 2, 2], [1, 0, 0, 0], [2, 0, 0, 0]]
+    >>> packed[2:6].tolist()  # 0 is alone in a group; 1 folds; 2 has no rows
+    [[0, 0, 0, 0], [0, 1, 1, 1], [1, 2, 0, 0], [1, 2, 0, 0]]
     """
     num_decodes = len(decode_writes)
-    has_rows = slots[:num_decodes] >= 0
-    members = np.flatnonzero(has_rows).astype(np.int32)
+    is_member = (slots[:num_decodes] >= 0) & (decode_writes < 0)
+    members = np.flatnonzero(is_member).astype(np.int32)
     members = members[np.argsort(reads[members], kind="stable")]
-    folds = np.flatnonzero(has_rows & (decode_writes >= 0)).astype(np.int32)
-    plain = np.flatnonzero(~has_rows).astype(np.int32)
+    writers = np.flatnonzero(~is_member).astype(np.int32)
     group_starts = _group_starts(reads[members])
-    packed = np.zeros((7, row_width(len(slots))), np.int32)
+    packed = np.zeros((6, row_width(len(slots))), np.int32)
     packed[3] = len(members)
-    sizes = np.array([len(group_starts) - 1, len(folds), len(plain)], np.int32)
-    parts = (slots, counts, members, group_starts, folds, plain, sizes)
+    sizes = np.array([len(group_starts) - 1, len(writers)], np.int32)
+    parts = (slots, counts, members, group_starts, writers, sizes)
     for row, part in zip(packed, parts, strict=True):
         row[: len(part)] = part
     return packed

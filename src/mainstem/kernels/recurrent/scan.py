@@ -40,10 +40,11 @@ from mainstem.kernels.recurrent.blocks import (
 from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments
 from mainstem.kernels.recurrent.siblings import (
-    PLAIN_PROGRAMS,
     DecodeInputs,
-    TileRows,
+    KernelRows,
+    after_rows,
     decode_with_rows,
+    state_precision,
 )
 
 DECODE_COLUMNS = 32
@@ -79,15 +80,23 @@ def _scan_token(
 @triton.jit
 def _scan_decode(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, matrix_ptr, out_ptr, writes_ptr, reads_ptr,
-    seq, head, dims, columns,
-    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, least, most,
-    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr, seq, head, dims, columns,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, least, most,
+    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute columns of a head for one decode."""
+    """Compute columns of a head for one decode that writes a state."""
     slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
     cells = head * N * P + dims[:, None] * P + columns[None, :]
     is_cell = (dims < N)[:, None] & (columns < P)[None, :]
     state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    if row_slots_ptr is not None:
+        row_slot, count = tl.load(row_slots_ptr + seq), tl.load(counts_ptr + seq)
+        if (row_slot >= 0) & (count > 0):
+            state = after_rows(
+                state, keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
+                stride_keys, stride_values, stride_sums, room, GROUP, N, P, PRECISION,
+            )  # fmt: skip
     state = _scan_token(
         state, x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, out_ptr, seq.to(tl.int64),
         head, dims, columns,
@@ -99,34 +108,43 @@ def _scan_decode(
 @triton.jit
 def _scan_decode_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
-    writes_ptr, reads_ptr, plain_ptr, sizes_ptr,
-    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, least, most,
-    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, N_LANES: tl.constexpr,
-    BLOCK_P: tl.constexpr, OVERLAPS: tl.constexpr,
+    writes_ptr, reads_ptr, writers_ptr, sizes_ptr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, least, most,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    N_LANES: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence, head and BLOCK_P columns of its state; or with a list of sequences
-    (RowUse.plain), of which a program takes some in turn."""
+    (RowUse.writers), of which a program takes some columns of one, then of another."""
     blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    head, first = tl.program_id(0) // blocks, tl.program_id(1)
     dims = tl.arange(0, N_LANES)
-    columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
-    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
-    skip = tl.load(d_ptr + head)
-    wait_for_ahead(OVERLAPS)
-    if plain_ptr is None:
+    if writers_ptr is None:
+        head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+        columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+        a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+        skip = tl.load(d_ptr + head)
+        wait_for_ahead(OVERLAPS)
         _scan_decode(
             x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, matrix_ptr, out_ptr,
-            writes_ptr, reads_ptr, first, head, dims, columns,
-            stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, least, most,
-            GROUP, N, P,
+            writes_ptr, reads_ptr, None, None, None, None, None, seq, head, dims, columns,
+            stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, 0, 0, 0, 0,
+            least, most, GROUP, N, P, PRECISION,
         )  # fmt: skip
     else:
-        for index in range(first, tl.load(sizes_ptr + 2), tl.num_programs(1)):
+        wait_for_ahead(OVERLAPS)
+        items = tl.load(sizes_ptr + 1) * (HEADS * blocks)
+        for item in range(tl.program_id(0), items, tl.num_programs(0)):
+            seq, head = tl.load(writers_ptr + item // (HEADS * blocks)), (item // blocks) % HEADS
+            columns = (item % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+            a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+            skip = tl.load(d_ptr + head)
             _scan_decode(
                 x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, matrix_ptr, out_ptr,
-                writes_ptr, reads_ptr, tl.load(plain_ptr + index), head, dims, columns,
-                stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, least, most,
-                GROUP, N, P,
+                writes_ptr, reads_ptr, keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+                seq, head, dims, columns,
+                stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
+                stride_keys, stride_values, stride_sums, room, least, most, GROUP, N, P, PRECISION,
             )  # fmt: skip
 
 
@@ -282,21 +300,27 @@ def mamba_scan(
             segments.starts, segments.writes, segments.seq_segments, segments.reads,
             *strides, *limits, BLOCK_P=block, **common,
         )  # fmt: skip
-    use, num_plain, plain, sizes = segments.rows, decodes, None, None
+    use = segments.rows
     if use is not None:
         inputs = DecodeInputs(c, b, x, dt, None, a_log, dt_bias, d, limits)
         decode_with_rows(inputs, segments, matrix, rows, out)
-        num_plain, plain, sizes = min(use.num_plain, PLAIN_PROGRAMS), use.plain, use.sizes
-    if num_plain:
-        _scan_decode_kernel[(heads * cdiv(head_dim, block), num_plain)](
+    num_writers = decodes if use is None else use.num_writers
+    if num_writers:
+        blocks, kept = heads * cdiv(head_dim, block), KernelRows.of_writers(use, rows)
+        grid = (
+            (blocks, num_writers) if use is None else (min(blocks * num_writers, WRITER_PROGRAMS),)
+        )
+        _scan_decode_kernel[grid](
             x, b, c, dt, a_log, dt_bias, d, matrix, out, segments.writes, segments.reads,
-            plain, sizes, *strides, *limits, BLOCK_P=block, **common,
+            None if use is None else use.writers, None if use is None else use.sizes,
+            *kept[:5], *strides, *kept[5:], *limits, HEADS=heads, BLOCK_P=block,
+            PRECISION=state_precision(x), **common,
         )  # fmt: skip
     tiles = segments.tiles
     if tiles is not None:
         block = scan_columns(state_dim, head_dim, x.element_size())
         grid = (heads * cdiv(head_dim, block), segments.num_seqs - decodes)
-        kept = TileRows.of(tiles, rows)
+        kept = KernelRows.of_tiles(tiles, rows)
         _scan_kernel[grid](
             x, b, c, dt, a_log, dt_bias, d, matrix, out,
             tiles.starts, tiles.ends, tiles.writes, tiles.seq_tiles, segments.reads,
