@@ -62,14 +62,26 @@ def an_engine(
     num_states: int = 0,
     window: int | None = None,
     num_parts: int = 0,
+    num_rows: int = 0,
 ) -> Engine:
-    """An engine over FakeRunner. With a `window`, pages have `num_parts` windowed parts."""
+    """An engine over FakeRunner. With a `window`, pages have `num_parts` windowed parts. With
+    `num_rows`, a state slot has room for two sequences' rows of as many tokens."""
     bus = bus or EventBus()
     parts = None if window is None else WindowParts(num_pages, num_parts, window, page_size)
-    store = KVStore(num_pages, page_size, b"fake", bus, num_states=num_states, parts=parts)
+    per_state = 2 if num_rows else 0
+    store = KVStore(
+        num_pages,
+        page_size,
+        b"fake",
+        bus,
+        num_states=num_states,
+        rows_per_slot=num_rows,
+        row_slots_per_state=per_state,
+        parts=parts,
+    )
     scheduler = Scheduler(config or SchedConfig(), store, VOCAB, max_model_len, bus)
     runner = runner or FakeRunner(
-        num_pages, page_size, VOCAB, can_overlap, num_states, window, num_parts
+        num_pages, page_size, VOCAB, can_overlap, num_states, window, num_parts, per_state
     )
     return Engine(scheduler, runner, bus)
 

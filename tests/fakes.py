@@ -164,8 +164,10 @@ class FakeRunner:
         num_states: int = 0,
         window: int | None = None,
         num_parts: int = 0,
+        row_slots_per_state: int = 0,
     ) -> None:
-        """With a `window` it keeps token ids a second time, in `num_parts` windowed parts."""
+        """With a `window` it keeps token ids a second time, in `num_parts` windowed parts. A state
+        slot holds a state, or rows of `row_slots_per_state` sequences."""
         self._can_overlap = can_overlap
         self._page_size = page_size
         self._vocab_size = vocab_size
@@ -174,6 +176,8 @@ class FakeRunner:
         self._previous: Int32s = np.empty(0, np.int32)
         self._window = None if window is None else FakeWindow(window, num_parts, page_size)
         self._tokens_in: list[list[int] | None] = [None] * num_states  # of each state
+        self._rows_per_state = row_slots_per_state
+        self._rows_in: dict[int, list[int]] = {}  # by row slot: its tokens
         self.steps: list[Step] = []
         self.at_launch: Callable[[Step], None] | None = None  # may raise
         # how long a step takes on the fake device; None: as long as FakeRunner needs
@@ -245,14 +249,26 @@ class FakeRunner:
 
     def set_state(self, slot: int, tokens: list[int]) -> None:
         self._tokens_in[slot] = tokens
+        first = slot * self._rows_per_state  # rows have the same memory
+        for row_slot in range(first, first + self._rows_per_state):
+            self._rows_in.pop(row_slot, None)
 
     def _run_states(self, step: Step, token_ids: Int32s, contexts: dict[int, list[int]]) -> None:
-        """A state is the list of all tokens before: it must be read at exactly its position."""
+        """A state is the list of all tokens before: it must be read at exactly its position. Rows
+        are the tokens since a state that nobody writes while they are used."""
         use = step.states
         assert use is not None, "a step says nothing of states"
-        assert len(np.unique(use.writes)) == len(use.writes), "two writes to one state"
+        written = use.writes[use.writes >= 0]
+        assert len(np.unique(written)) == len(written), "two writes to one state"
         # what a step reads was written by earlier steps
         before = {read: self.state(read) for read in use.reads.tolist() if read >= 0}
+        rows_before = dict(self._rows_in)
+        if use.rows is not None:
+            used = use.rows[use.rows >= 0]
+            assert len(np.unique(used)) == len(used), "two sequences have one row slot"
+            of_rows = used // self._rows_per_state
+            assert not np.isin(of_rows, use.reads).any(), "rows are in a state that is read"
+            assert not np.isin(of_rows, written).any(), "rows are in a state that is written"
         for seq, (first, end) in enumerate(itertools.pairwise(use.seq_segments.tolist())):
             read = int(use.reads[seq])
             others = np.delete(use.reads, seq)
@@ -260,6 +276,10 @@ class FakeRunner:
             assert state is not None, "a state is read that was never written"
             row = int(use.segment_starts[first])
             assert row == step.seq_starts[seq], "segments do not begin with the sequence"
+            rows = self._add_rows(step, seq, token_ids, rows_before)
+            if rows is not None:
+                assert end == first + 1, "a sequence with rows has several segments"
+                state = [*state, *rows]
             assert len(state) == step.positions[row], "a state is used at another position"
             for segment in range(first, end):
                 start, stop = use.segment_starts[segment : segment + 2].tolist()
@@ -267,9 +287,29 @@ class FakeRunner:
                 for row in range(start, stop):
                     state = [*state, int(token_ids[row])]
                     assert contexts.get(row, state) == state, "a state holds other tokens"
+                if rows is not None and use.writes[segment] < 0:
+                    continue
                 assert use.writes[segment] not in others, "a state is written while another reads"
                 self.set_state(int(use.writes[segment]), state)
             assert use.segment_starts[end] == step.seq_starts[seq + 1], "a token is in no segment"
+
+    def _add_rows(
+        self, step: Step, seq: int, token_ids: Int32s, before: dict[int, list[int]]
+    ) -> list[int] | None:
+        """Add the tokens of a sequence to its rows; returns the rows before them, or None."""
+        use = step.states
+        assert use is not None
+        if use.rows is None or (slot := int(use.rows[seq])) < 0:
+            return None
+        assert use.counts is not None
+        assert use.reads[seq] >= 0, "rows without a state before them"
+        count, (start, stop) = int(use.counts[seq]), step.seq_starts[seq : seq + 2].tolist()
+        assert count == 0 or seq < step.num_decodes, "a prompt's chunk after rows"
+        rows = [] if count == 0 else before[slot][:count]
+        assert len(rows) == count, "a row is read that was never written"
+        self._tokens_in[slot // self._rows_per_state] = None  # it has the same memory
+        self._rows_in[slot] = [*rows, *token_ids[start:stop].tolist()]
+        return rows
 
     def _move(self, step: Step) -> None:
         """Move the pages that a truncation keeps: the same tokens get other positions."""

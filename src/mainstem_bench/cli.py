@@ -21,6 +21,10 @@ BENCHES = {
         "mainstem_bench.offline",
         "a whole job on random weights, compared with the card's limit",
     ),
+    "checkpoint": (
+        "mainstem_bench.checkpoint",
+        "write a folder of random weights that any server can load",
+    ),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
     "columns": ("mainstem_bench.columns", "the order of a table's columns, against all orders"),
     "tables": ("mainstem_bench.tables", "a table's rows, by order of columns and of rows"),
@@ -44,6 +48,10 @@ BENCHES = {
     "kernel": (
         "mainstem_bench.kernel",
         "span attention on a GPU, compared with its least possible time",
+    ),
+    "recurrent": (
+        "mainstem_bench.recurrent",
+        "decodes of a recurrent layer on a GPU, with states that siblings share",
     ),
     "heads": ("mainstem_bench.heads", "the same for many head layouts"),
     "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, measured again"),

@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
     about: dict[str, object] = {"workload": job.name, "model_shape": job.model_shape}
     if args.weights is not None:
         about["weights"] = args.weights
-    if unread := shape.unread_kv_elements(job.prefix + job.distinct + job.output):
+    if unread := shape.unread_kv_elements(job.most_tokens):
         about["kv_unread_in_windows"] = round(unread / shape.kv_elements_per_token, 3)
     if args.arrivals is not None:
         result = run_arrivals(engine, prompts, job.output, args.arrivals, window)
@@ -177,13 +177,15 @@ def _against_limit(
     card = machine.card
     if card is None:
         return {"share_of_limit": None, "limit_requests_per_s": None}
-    spec = shape.at_context(job.prefix + job.distinct + job.output)
+    spec = shape.at_context(job.most_tokens)
     if any(kind.window is not None for kind in spec.attention_kinds):
         # the limit counts attention over whole contexts
         return {"share_of_limit": None, "limit_requests_per_s": None}
     grouped = grouped_flops_per_s(spec)
     model = model_cost(shape, config, machine.has_gpu, grouped)
-    limit_s = job_floor(card, model, job, job.kv_tokens).total_s
+    # without the sizes of steps, limits of other models are those of earlier results
+    steps = run.steps.num_tokens if spec.recurrences else ()
+    limit_s = job_floor(card, model, job, job.kv_tokens, steps).total_s
     return {
         "grouped_tflops": None if grouped is None else round(grouped / 1e12, 1),
         "share_of_limit": round(limit_s / run.seconds, 4),
@@ -233,8 +235,9 @@ def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None
     `most_seqs` sequences by 8, and at the end by 1.
     """
     sizes = job.group_sizes()
-    degree = min(max(sizes), max(1, WARM_TOKENS // max(1, job.distinct)))
-    groups = min(len(sizes), max(1, WARM_TOKENS // (job.prefix + degree * job.distinct)))
+    own = round(job.own_tokens)
+    degree = min(max(sizes), max(1, WARM_TOKENS // max(1, own)))
+    groups = min(len(sizes), max(1, WARM_TOKENS // (job.prefix + degree * own)))
     mixed = replace(job, groups=groups, degree=degree, num_requests=None)
     prompts = mixed.prompts(vocab, WARM_SEED)
     Order.planned(Prompts.from_lists(prompts), np.full(len(prompts), 4))

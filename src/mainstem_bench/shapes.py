@@ -56,7 +56,8 @@ _QWEN36 = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "rms_norm_eps": 1e-6,
 }  # fmt: skip
-_CONFIGS: dict[str, dict[str, object]] = {
+# fields of config.json
+CONFIGS: dict[str, dict[str, object]] = {
     "llama31-8b": _llama(4096, 14336, 32, 32, 8, 128, 128_256, 500_000.0),
     "llama31-70b": _llama(8192, 28672, 80, 64, 8, 128, 128_256, 500_000.0),
     "llama32-1b": _llama(2048, 8192, 16, 32, 8, 64, 128_256, 500_000.0),
@@ -148,4 +149,4 @@ _CONFIGS: dict[str, dict[str, object]] = {
     "tiny": _llama(128, 256, 2, 4, 2, 64, 512, 10_000.0) | {"max_position_embeddings": 4096},
 }  # fmt: skip
 
-SHAPES: dict[str, ModelSpec] = {name: spec_from_config(config) for name, config in _CONFIGS.items()}
+SHAPES: dict[str, ModelSpec] = {name: spec_from_config(config) for name, config in CONFIGS.items()}

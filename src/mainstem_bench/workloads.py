@@ -46,6 +46,17 @@ class OfflineJob:
     distinct: int
     output: int
     num_requests: int | None = None  # only the first ones; None: all
+    most_distinct: int | None = None  # own tokens are `distinct` to this; None: all alike
+
+    @property
+    def own_tokens(self) -> float:
+        """The mean length of what follows a prompt's prefix."""
+        return (self.distinct + (self.most_distinct or self.distinct)) / 2
+
+    @property
+    def most_tokens(self) -> int:
+        """The length of the longest prompt with its answer."""
+        return self.prefix + (self.most_distinct or self.distinct) + self.output
 
     def group_sizes(self) -> list[int]:
         """The number of prompts in each group; only the last group may be smaller than the
@@ -63,8 +74,12 @@ class OfflineJob:
         """
         sizes = self.group_sizes()
         most = min(vocab, 30_000)
-        made = shared(len(sizes), self.degree, self.prefix, self.distinct, seed, most)
-        return made[: sum(sizes)]
+        longest = self.most_distinct or self.distinct
+        made = shared(len(sizes), self.degree, self.prefix, longest, seed, most)[: sum(sizes)]
+        if longest == self.distinct:
+            return made
+        rng = random.Random(seed + 1)
+        return [prompt[: self.prefix + rng.randint(self.distinct, longest)] for prompt in made]
 
 
 OFFLINE_JOBS = {
@@ -79,6 +94,8 @@ OFFLINE_JOBS = {
         OfflineJob("relay-512", "llama2-7b", 160_000, 1, 1000, 512, 64, 128),
         OfflineJob("relay-1024", "llama2-7b", 160_000, 1, 1000, 1024, 64, 128),
         OfflineJob("relay-2048", "llama2-7b", 160_000, 1, 1000, 2048, 64, 128),
+        # labels for rows of a table: short rows after one instruction, short answers
+        OfflineJob("classify", "qwen36-35b-a3b", 450_000, 1, 4000, 1200, 30, 4, most_distinct=120),
     )
 }
 

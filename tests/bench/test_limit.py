@@ -22,6 +22,7 @@ LIMITS = {
     "relay-1024": 161,
     "relay-512": 164,
     "relay-64": 166,
+    "classify": 1380,
 }
 
 
@@ -60,6 +61,58 @@ def test_prompts_are_those_that_other_engines_were_measured_with(
     for prompt in prompts:
         found.update(np.array(prompt, np.int32).tobytes())
     assert (len(prompts), found.hexdigest()[:16]) == (count, digest)
+
+
+def test_recurrent_layers_move_what_was_worked_out_by_hand() -> None:
+    """Qwen3.6-27B: 48 layers with 16 key and 48 value heads of 128. A row is keys and values in 16
+    bits, and a sum for each value head."""
+    cost = ModelCost.of(SHAPES["qwen36-27b"], 2).recurrent
+    assert cost is not None
+    assert cost.state == 48 * 48 * 128 * 128 * 4
+    assert cost.row == 48 * ((16 + 48) * 128 * 2 + 48 * 4)
+    assert cost.token == 48 * 2 * (16 + 48) * 128 * 2
+    assert ModelCost.of(SHAPES["llama31-8b"], 2).recurrent is None
+
+
+def test_siblings_read_one_state() -> None:
+    """4,000 prompts of 75 own tokens: each reads its 75 to 78 rows 4 times, and leaves 75 rows; the
+    state is read with the prompts and in 4 steps, and written once."""
+    job, model = OFFLINE_JOBS["classify"], ModelCost.of(SHAPES["qwen36-27b"], 2)
+    cost = model.recurrent
+    assert cost is not None
+    rows = 4000 * (75 + 76 + 77 + 78 + 75) * cost.row
+    tokens = (1200 + 4000 * 79) * cost.token
+    found = job_floor(H200, model, job, kv_tokens=450_000).recurrent_s
+    assert found == pytest.approx((rows + tokens + 6 * cost.state) / H200.bytes_per_s, rel=1e-3)
+    alone = replace(job, groups=4000, degree=1, prefix=1200)
+    assert job_floor(H200, model, alone, kv_tokens=450_000).recurrent_s > 5 * found
+
+
+def test_a_small_step_takes_as_long_as_reading_the_weights() -> None:
+    job, model = OFFLINE_JOBS["classify"], ModelCost.of(SHAPES["qwen36-27b"], 2)
+    whole = job_floor(H200, model, job, 450_000).gemm_s
+    large = job_floor(H200, model, job, 450_000, [8192] * 39).gemm_s
+    assert large == pytest.approx(whole)
+    weights_s = 2 * (model.size.num_params + model.size.num_head_params) / H200.bytes_per_s
+    with_small = job_floor(H200, model, job, 450_000, [8192] * 39 + [1] * 10).gemm_s
+    assert with_small == pytest.approx(whole + 10 * weights_s, rel=1e-3)
+
+
+def test_a_step_of_one_token_reads_only_its_experts() -> None:
+    job, model = OFFLINE_JOBS["classify"], ModelCost.of(SHAPES["qwen36-35b-a3b"], 2)
+    size = model.size
+    used = size.num_params + size.num_head_params
+    one = job_floor(H200, model, job, 450_000, [10**6, 1]).gemm_s
+    many = job_floor(H200, model, job, 450_000, [10**6]).gemm_s
+    assert one - many == pytest.approx(used * size.bytes_per_param / H200.bytes_per_s, rel=1e-2)
+
+
+def test_rows_of_a_table_follow_one_instruction_and_differ_in_length() -> None:
+    prompts = OFFLINE_JOBS["classify"].prompts(248_320)
+    lengths = [len(prompt) - 1200 for prompt in prompts]
+    assert len(prompts) == 4000
+    assert (min(lengths), max(lengths)) == (30, 120)
+    assert {tuple(prompt[:1200]) for prompt in prompts} == {tuple(prompts[0][:1200])}
 
 
 def test_a_smaller_job_has_the_first_prompts_of_the_larger_one() -> None:

@@ -7,17 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from mainstem.kernels.recurrent.rows import LayerRows
 from tests.kernels.recurrent import (
     CASES,
+    ROW_STEPS,
     STEPS,
     TRITON_TOLERANCE,
+    Part,
     Shape,
     a_delta_rule,
     a_mamba_scan,
+    a_row_decode,
     a_serial_step,
     a_step,
     assert_as_reference,
+    assert_rows_as_reference,
     cut_otherwise,
+    graph_step,
+    with_rows,
 )
 
 pytestmark = [
@@ -39,6 +46,10 @@ class OnCard:
                 here, moved = args.get(key), there.get(key)
                 if isinstance(here, Tensor) and isinstance(moved, Tensor):
                     here.copy_(moved)
+            rows, moved_rows = args.get("rows"), there.get("rows")
+            if isinstance(rows, LayerRows) and isinstance(moved_rows, LayerRows):
+                for part, moved_part in zip(rows, moved_rows, strict=True):
+                    part.copy_(moved_part)
 
         return run
 
@@ -46,6 +57,8 @@ class OnCard:
 def _on_card(value: object) -> object:
     if isinstance(value, Tensor):
         return value.to("cuda")
+    if isinstance(value, LayerRows):
+        return LayerRows(*(part.to("cuda") for part in value))
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: _on_card(getattr(value, field.name)) for field in fields(value)}
         return replace(value, **parts)
@@ -90,3 +103,37 @@ def test_serial_steps_of_heads_as_large_as_those_of_models(
         cut_otherwise(
             lambda step, dtype, make=make: make(step, dtype, Shape(1, 2, *dims)), OnCard(), dtype
         )
+
+
+@pytest.mark.parametrize("dtype", list(TRITON_TOLERANCE), ids=str)
+@pytest.mark.parametrize("operation", list(CASES))
+@pytest.mark.parametrize("name", list(ROW_STEPS))
+def test_every_step_with_rows_in_every_dtype(name: str, operation: str, dtype: torch.dtype) -> None:
+    parts, num_decodes = ROW_STEPS[name]
+    for step in (a_step(*parts, num_decodes=num_decodes), graph_step(*parts[:num_decodes])):
+        case = with_rows(CASES[operation](step, dtype), Shape(), 16, dtype)
+        assert_rows_as_reference(case, OnCard(), TRITON_TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", list(TRITON_TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape(1, 3, *dims) for dims in ((128, 128), (64, 64), (128, 64), (256, 64), (64, 256))),
+        Shape(2, 2, 24, 40),
+        Shape(1, 8, 16, 16),
+        Shape(1, 2, 40, 32),
+    ],
+    ids=str,
+)
+def test_rows_of_heads_of_all_kinds(shape: Shape, dtype: torch.dtype) -> None:
+    """A slot has room for 144 rows: more than are multiplied at a time, and a prompt of two
+    tiles."""
+    long = [Part((70,), 3, (-1,), 8), Part((70,), 3, (10,))]
+    parts = [a_row_decode(n % 3, n, (0, 1, 15, 16, 63, 64, 65, 143)[n], (-1, 8)[n == 4])
+             for n in range(8)]  # fmt: skip
+    for make in (a_delta_rule, a_mamba_scan):
+        case = with_rows(
+            make(a_step(*parts, *long, num_decodes=8), dtype, shape), shape, 144, dtype
+        )
+        assert_rows_as_reference(case, OnCard(), TRITON_TOLERANCE)

@@ -85,6 +85,7 @@ from mainstem.kernels.recurrent.delta import (
     pass_columns,
 )
 from mainstem.kernels.recurrent.gated_norm import _gated_norm_kernel
+from mainstem.kernels.recurrent.rows import SIBLINGS
 from mainstem.kernels.recurrent.scan import (
     _scan_decode_kernel,
     _scan_kernel,
@@ -92,6 +93,14 @@ from mainstem.kernels.recurrent.scan import (
     scan_columns,
 )
 from mainstem.kernels.recurrent.segments import TILE
+from mainstem.kernels.recurrent.siblings import (
+    BASE_OPTIONS,
+    COLUMNS,
+    ROW_OPTIONS,
+    ROWS,
+    _base_kernel,
+    _row_kernel,
+)
 from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
     _collect_kernel,
@@ -115,16 +124,22 @@ INT_POINTERS = (
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
     "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
     "tile_ends_ptr", "tile_count_ptr", "experts_ptr", "factors_ptr", "starts_ptr", "writes_ptr",
-    "seq_segments_ptr", "reads_ptr", "tile_writes_ptr", "seq_tiles_ptr",
+    "seq_segments_ptr", "reads_ptr", "tile_writes_ptr", "seq_tiles_ptr", "row_slots_ptr",
+    "first_rows_ptr", "members_ptr", "group_starts_ptr", "writers_ptr", "sizes_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
     "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
     "weights_ptr", "shared_weights_ptr", "sinks_ptr", "a_log_ptr", "dt_bias_ptr", "d_ptr",
-    "matrix_ptr", "choice_bias_ptr",
+    "matrix_ptr", "choice_bias_ptr", "sums_ptr", "of_base_ptr", "found_ptr",
+    "gates_ptr", "norms_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
+OF_ROWS = (  # arguments that are None in steps without rows
+    "row_conv_ptr", "row_slots_ptr", "counts_ptr", "first_rows_ptr", "writers_ptr",
+    "sizes_ptr", "keys_ptr", "values_ptr", "sums_ptr",
+)  # fmt: skip
 SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # on Hopper, and on consumer cards
 
 
@@ -473,9 +488,12 @@ def _recurrent_jobs(target: str) -> Iterator[Job]:
     overlaps = {"OVERLAPS": target == "sm_90"}
     for kernel in (2, 4):
         taps = {"KERNEL": kernel, "ACTIVATION": True, **overlaps}
-        no_bias = _nothing("bias_ptr") if kernel == 4 else {}
-        yield Job(_convolve_decode_kernel, {**taps, **no_bias, "BLOCK": 512})
-        yield Job(_convolve_kernel, {**taps, **no_bias, "TOKENS": 16, "BLOCK": 128})
+        no_bias = _nothing("bias_ptr", *OF_ROWS) if kernel == 4 else {}
+        for taken, sizes in (
+            (_convolve_decode_kernel, {"BLOCK": 512}),
+            (_convolve_kernel, {"TOKENS": 16, "BLOCK": 128}),
+        ):
+            yield Job(taken, _known(taken, {**taps, **no_bias, **sizes}))
     for gate_first, group, groups in ((False, 128, 16), (True, 8192, 1)):
         norm = {"WIDTH": 8192, "GROUP": group, "LANES": group, "GROUPS": groups,
                 "IS_ONE_GAIN": group == 128, "GATE_FIRST": gate_first, **overlaps}  # fmt: skip
@@ -499,18 +517,56 @@ def _state_jobs(
     """Delta rule and scan, with elements of `size` bytes: kernel, constants, types, options."""
     overlaps, lanes, warps = {"OVERLAPS": dots["OVERLAPS"]}, lanes_of(dim), {"num_warps": 4}
     tiles, factors = tile_options(dim, size, is_hopper), {"factors_ptr": "*fp32"}
+    no_rows: dict[str, object] = {}
+    keys: dict[str, str] = {}
+    if dim == 128:
+        keys = {"keys_ptr": "*bf16"}
+        yield from _row_jobs(dots)
+    else:
+        no_rows = _nothing(*OF_ROWS)
     delta = {"GROUP": 3, "K": dim, "V": dim}
     for kernel in (_delta_decode_kernel, _delta_serial_kernel):
-        yield kernel, {**delta, **overlaps, "K_LANES": lanes, "BLOCK_V": 32}, {}, warps
+        sizes = {**delta, **overlaps, "HEADS": 48, "K_LANES": lanes, "BLOCK_V": 32}
+        sizes["PRECISION"] = dots["PRECISION"]
+        types = keys if "keys_ptr" in kernel.arg_names else {}
+        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
     solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
     alone = {"num_warps": 4 if size == 2 else 8, "num_stages": 1}
-    yield _delta_solve_kernel, solve, factors, alone
+    solve = _known(_delta_solve_kernel, {**solve, **no_rows})
+    yield _delta_solve_kernel, solve, {**factors, **keys}, alone
     columns: dict[str, object] = {"K_LANES": lanes, "BLOCK_V": pass_columns(dim, size)}
-    yield _delta_pass_kernel, {**delta, **dots, **columns}, factors, tiles
+    passed = _known(_delta_pass_kernel, {**delta, **dots, **columns, **no_rows})
+    yield _delta_pass_kernel, passed, factors, tiles
     scan = {"GROUP": 16, "N": dim, "P": 64, "N_LANES": lanes}
     for kernel in (_scan_decode_kernel, _scan_serial_kernel):
-        yield kernel, {**scan, **overlaps, "BLOCK_P": 32}, {}, warps
-    yield _scan_kernel, {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size)}, {}, tiles
+        sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32, "PRECISION": dots["PRECISION"]}
+        types = keys if "keys_ptr" in kernel.arg_names else {}
+        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
+    sizes = {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size), **no_rows}
+    yield _scan_kernel, _known(_scan_kernel, sizes), keys, tiles
+
+
+def _known(kernel: triton.JITFunction, constants: Mapping[str, object]) -> dict[str, object]:
+    """The constants that a kernel has."""
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+
+def _row_jobs(
+    dots: Mapping[str, object],
+) -> Iterator[tuple[triton.JITFunction, dict[str, object], dict[str, str], dict[str, int]]]:
+    """Decodes with rows: of the delta rule and of Mamba-2."""
+    for groups, value_dim, nothing in (
+        ({"HEADS": 48, "GROUP": 3, "PART": 3}, 128, ("skip_ptr",)),
+        ({"HEADS": 64, "GROUP": 8, "PART": 4}, 64, ("b_ptr",)),
+    ):
+        sizes = {
+            **groups, **dots, "K": 128, "K_LANES": 128, "V": value_dim, "V_LANES": value_dim,
+            "BLOCK_V": COLUMNS, "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS, "GATES": 132,
+            "HEAD_LANES": 64, "KEY_HEAD_LANES": 16,
+        }  # fmt: skip
+        for kernel, options in ((_base_kernel, BASE_OPTIONS), (_row_kernel, ROW_OPTIONS)):
+            constants = _known(kernel, {**sizes, **_nothing(*nothing)})
+            yield kernel, constants, {"keys_ptr": "*bf16"}, options
 
 
 def _copy_jobs() -> Iterator[Job]:

@@ -1,7 +1,7 @@
 """Steps of recurrent layers for tests, and how close answers must be."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.kernels.recurrent import reference
+from mainstem.kernels.recurrent.rows import LayerRows, RowUse, pack_rows
 from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 
 SLOTS = 24
+ROW_SLOTS = 12
 Ints = NDArray[np.int32]
 # Relative to the largest value of the answer. fp32: sums of some hundred products in another order.
 # 16 bits: the answer is rounded, by 2^-9 or 2^-12 of a value.
@@ -23,15 +25,37 @@ TRITON_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e
 
 @dataclass(frozen=True)
 class Part:
-    """A sequence of a step: the lengths of its segments, the slot it reads, those it writes."""
+    """A sequence of a step: the lengths of its segments, the slot it reads, those it writes; the
+    slot of its rows and their number."""
 
     lengths: tuple[int, ...]
     read: int
     writes: tuple[int, ...]
+    row_slot: int = -1
+    count: int = 0
 
 
 def a_step(*parts: Part, num_decodes: int = 0) -> Segments:
-    return make_segments(*_arrays(parts), num_decodes)
+    slots = np.array([part.row_slot for part in parts], np.int32)
+    counts = np.array([part.count for part in parts], np.int32)
+    return make_segments(*_arrays(parts), num_decodes, rows=(slots, counts))
+
+
+def graph_step(*parts: Part, padding: int = 0) -> Segments:
+    """A step of decodes as in a CUDA graph, with padding, which uses the last slot."""
+    padded = [*parts, *[Part((1,), SLOTS - 1, (SLOTS - 1,))] * padding]
+    slots, counts, reads, writes = np.array(
+        [(part.row_slot, part.count, part.read, part.writes[0]) for part in padded], np.int32
+    ).T
+    ones = torch.arange(len(padded) + 1, dtype=torch.int32)
+    packed = torch.from_numpy(pack_rows(slots, counts, reads, writes))
+    rows = RowUse.of_graph(packed, len(padded))
+    slots_read, slots_written = (torch.from_numpy(part.copy()) for part in (reads, writes))
+    return Segments(ones, slots_written, ones, slots_read, len(padded), len(padded), 1, rows=rows)
+
+
+def a_row_decode(read: int, row_slot: int, count: int, write: int = -1) -> Part:
+    return Part((1,), read, (write,), row_slot, count)
 
 
 def a_serial_step(*parts: Part) -> Segments:
@@ -66,6 +90,28 @@ STEPS: dict[str, tuple[tuple[Part, ...], int]] = {
         2,
     ),
 }  # fmt: skip
+# Slots 0 to 7 are bases; row slots belong to one sequence.
+ROW_STEPS: dict[str, tuple[tuple[Part, ...], int]] = {
+    "one sequence": ((a_row_decode(3, 0, 5),), 1),
+    "no rows yet": ((a_row_decode(3, 0, 0), a_row_decode(-1, 1, 0)), 2),
+    "siblings": (tuple(a_row_decode(2, n, (0, 1, 7, 15)[n]) for n in range(4)), 4),
+    "several bases": (
+        tuple(a_row_decode((4, 2, 4, -1, 2, 4)[n], n, (3, 15, 0, 2, 9, 1)[n]) for n in range(6)),
+        6,
+    ),
+    "folds": (
+        (a_row_decode(2, 0, 3, 8), a_row_decode(2, 1, 15), a_row_decode(9, 2, 14, 9),
+         a_row_decode(-1, 3, 2, 10), a_row_decode(5, 4, 0, 11)),
+        5,
+    ),
+    "mixed": (
+        (a_row_decode(2, 0, 3), Part((1,), 8, (8,)), a_row_decode(2, 5, 6, 9),
+         Part((1,), 2, (10,)), a_row_decode(7, 3, 1),
+         Part((13,), 2, (-1,), 6), Part((5, 20), 2, (11, 12)), Part((1,), -1, (-1,), 7),
+         Part((16,), 1, (-1,), 1)),
+        5,
+    ),
+}  # fmt: skip
 LONG_STEP = (Part((1,), 0, (8,)), Part((700, 129), -1, (9, 10)), Part((513,), 1, (1,))), 1
 
 
@@ -88,9 +134,15 @@ class Case:
     states: Tensor | None
     dtype: torch.dtype
     out_shape: tuple[int, ...]
+    rows: LayerRows | None = None
 
     def run(self, operations: object) -> tuple[Tensor, Tensor]:
         """Return the output and the states after the step; inputs must not change."""
+        out, states, _ = self.run_rows(operations)
+        return out, states
+
+    def run_rows(self, operations: object) -> tuple[Tensor, Tensor, LayerRows | None]:
+        """Likewise, and the rows after the step."""
         before = {k: v.clone() for k, v in self.args.items() if isinstance(v, Tensor)}
         out = torch.full(self.out_shape, float("nan"), dtype=self.dtype)
         args = dict(self.args)
@@ -98,10 +150,13 @@ class Case:
         if self.states is not None:
             states = self.states.clone()
             args["conv" if self.name == "convolve" else "matrix"] = states
+        rows = self.rows
+        if rows is not None:
+            args["rows"] = rows = LayerRows(*(part.clone() for part in rows))
         getattr(operations, self.name)(**args, out=out)
         for key, value in before.items():
             assert torch.equal(value, self.args[key]), f"{key} was changed"  # type: ignore[arg-type]
-        return out, states
+        return out, states, rows
 
 
 class Random:
@@ -242,6 +297,61 @@ def assert_as_reference(
     assert_near(states[written], right_states[written], tolerance[case.dtype])
     others = [slot for slot in range(SLOTS) if slot not in written]
     assert_same(states[others], case.states[others])
+
+
+def with_rows(case: Case, shape: Shape, room: int, dtype: torch.dtype = torch.float32) -> Case:
+    """The case with rows in every row slot; NaN after a sequence's own. dtype: of keys and
+    values."""
+    some = torch.Generator().manual_seed(1)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(ROW_SLOTS, *sizes, generator=some)
+
+    channels, before = (case.out_shape[1], case.states) if case.name == "convolve" else (8, None)
+    conv = draw(3 if before is None else before.shape[1], channels)
+    keys = torch.nn.functional.normalize(draw(shape.key_heads, room, shape.key_dim), dim=-1)
+    values = draw(shape.value_heads, room, shape.value_dim)
+    sums = -draw(shape.value_heads, room).abs().mul(0.1).cumsum(-1)
+    segments = case.args["segments"]
+    assert isinstance(segments, Segments)
+    assert segments.rows is not None
+    for slot in range(ROW_SLOTS):
+        of_slot = segments.rows.slots[: segments.num_seqs] == slot
+        count = int(segments.rows.counts[: segments.num_seqs][of_slot].sum())
+        for part in (keys, values, sums):
+            part[slot, :, count:] = float("nan")
+    rows = LayerRows(conv.to(case.dtype), keys.to(dtype), values.to(dtype), sums)
+    return replace(case, rows=rows)
+
+
+def assert_rows_as_reference(
+    case: Case, operations: object, tolerance: Mapping[torch.dtype, float] = TOLERANCE
+) -> None:
+    """Output, written states and written rows agree with the reference; all else keeps its
+    bits."""
+    segments, allowed = case.args["segments"], tolerance[case.dtype]
+    assert isinstance(segments, Segments)
+    assert case.states is not None
+    right_out, right_states, right_rows = case.run_rows(reference)
+    out, states, rows = case.run_rows(operations)
+    assert rows is not None
+    assert right_rows is not None
+    assert_near(out, right_out, allowed)
+    written = sorted(set(segments.writes.tolist()) - {-1})
+    others = [slot for slot in range(SLOTS) if slot not in written]
+    if written:
+        assert_near(states[written], right_states[written], allowed)
+    assert_same(states[others], case.states[others])
+    parts = [0] if case.name == "convolve" else [1, 2, 3]
+    for index, (part, right) in enumerate(zip(rows, right_rows, strict=True)):
+        if index in parts:
+            assert_same(part.isnan().float(), right.isnan().float())
+            if index == 3:  # logarithms: the kernels' least is -120 a token
+                part, right = part.exp(), right.exp()  # noqa: PLW2901
+            assert_near(part.nan_to_num(), right.nan_to_num(), allowed)
+        else:
+            assert case.rows is not None
+            assert_same(part, case.rows[index])
 
 
 def assert_near(found: Tensor, right: Tensor, tolerance: float) -> None:

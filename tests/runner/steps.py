@@ -7,6 +7,7 @@ import numpy as np
 
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import (
+    InFlight,
     Int32s,
     Runner,
     Spans,
@@ -143,3 +144,35 @@ def run(runner: Runner, step: Step, works: Sequence[Work]) -> StepResult:
     for seq, token_id in zip(sampled, result.token_ids.tolist(), strict=True):
         seq.token_ids.append(token_id)
     return result
+
+
+def record_steps(runner: Runner, steps: list[Step]) -> None:
+    """Append every step that the runner launches."""
+    launch = runner.launch
+
+    def launch_and_record(step: Step) -> InFlight:
+        steps.append(step)
+        return launch(step)
+
+    runner.launch = launch_and_record  # type: ignore[method-assign]
+
+
+def num_with_rows(steps: Sequence[Step]) -> int:
+    """Prompts that began with rows (sched/rows.py)."""
+    count = 0
+    for step in steps:
+        assert step.states is not None
+        if step.states.rows is not None:
+            count += int((step.states.rows[step.num_decodes :] >= 0).sum())
+    return count
+
+
+def num_folds(steps: Sequence[Step]) -> int:
+    """How often a sequence with rows writes a state."""
+    count = 0
+    for step in steps:
+        use = step.states
+        assert use is not None
+        if use.rows is not None:
+            count += int((use.writes[use.seq_segments[1:] - 1][use.rows >= 0] >= 0).sum())
+    return count

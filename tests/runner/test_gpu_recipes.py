@@ -12,13 +12,16 @@ import torch
 from mainstem.core.config import EngineConfig, Quantize
 from mainstem.core.events import EventBus
 from mainstem.core.request import SamplingParams
+from mainstem.core.step import Step
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.models.spec import ModelSpec
+from mainstem.runner import states
 from mainstem.runner.cpu_load import load_cpu_runner
 from tests.builders import a_request, run_all
 from tests.models.ranks import Thread, run_ranks
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, can_split
+from tests.runner.steps import num_folds, num_with_rows, record_steps
 from tests.runner.test_gpu import answers
 from tests.runner.window_parts import PartedRunner, anywhere
 
@@ -58,6 +61,31 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
     found = answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
     cpu_runner, facts = load_cpu_runner(origin, config)
     assert found == answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3_5MoeForCausalLM", pytest.param("GraniteMoeHybridForCausalLM", marks=pytest.mark.slow)],
+)
+def test_siblings_with_rows_have_the_tokens_of_the_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three folds: it has 16 rows and more tokens after the state."""
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config, greedy = RecipeOrigin(RECIPES[name]), a_config(), replace(GREEDY, max_tokens=4)
+    config = replace(config, cache=replace(config.cache, states=8))
+    given, steps = [*prompts(), [*prompts()[0][:17], 7, *prompts()[1][4:17]]], list[Step]()
+    monkeypatch.setattr(states, "MOST_ROWS", 0)
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    right = answers(join(cpu_runner, facts, config, EventBus()), given, greedy)
+    monkeypatch.setattr(states, "MOST_ROWS", 16)
+    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"))
+    record_steps(runner, steps)
+    assert answers(join(runner, facts, config, EventBus()), given, greedy) == right
+    assert num_with_rows(steps) == 2
+    assert num_folds(steps) == 1
 
 
 @interpreted

@@ -33,7 +33,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         span_levels=st.sampled_from([None, 1, 2]),
         max_model_len=st.sampled_from([10_000, 24, 12]),
         truncation_ratio=st.sampled_from([0.2, 0.5, 0.8]),
-        num_states=st.sampled_from([0, 0, 1, 2, 4, 16]),
+        num_states=st.sampled_from([0, 0, 1, 2, 3, 4, 16]),
+        num_rows=st.sampled_from([0, 2, 3, 5, 9]),
         window=st.sampled_from([None, 1, 2, 3, 5, 9]),
         spare_parts=st.integers(0, 12),
     )
@@ -49,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         truncation_ratio: float,
         num_states: int,
+        num_rows: int,
         window: int | None,
         spare_parts: int,
     ) -> None:
@@ -68,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             can_overlap,
             max_model_len,
             num_states=num_states,
+            num_rows=num_rows,
             window=window,
             num_parts=num_parts,
         )

@@ -10,6 +10,7 @@ MainstemError
   UnsupportedModel a checkpoint with an architecture that this engine does not have
   ModelNotFound    a model argument that leads to no model
   OutOfPages       too few free pages: the scheduler catches it and waits
+  OutOfStates      no slot for a state: likewise
   StoreError       a folder or server for saved pages that cannot be used
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
   AnswerFailed     steps failed on a request, or its form cannot be followed; others are answered
@@ -75,6 +76,10 @@ class OutOfPages(MainstemError):
         super().__init__(f"wanted {wanted} pages, {free} are free")
         self.wanted = wanted
         self.free = free
+
+
+class OutOfStates(MainstemError):
+    """All slots for states of recurrent layers are in use."""
 
 
 class OutOfDeviceMemory(MainstemError):

@@ -39,7 +39,7 @@ class EngineSnapshot:
     prompts: tuple[PromptView, ...] = ()
     num_unsaved_pages: int = 0  # to be written to the disk, or being written
     num_states: int = 0  # slots for states of recurrent layers
-    num_held_states: int = 0  # slots of running sequences
+    num_held_states: int = 0  # slots of running sequences, with their states or rows
     num_kept_states: int = 0  # states that later requests can start from
     num_window_parts: int = 0  # windowed parts of pages; 0: they have no pool of their own
     num_held_window_parts: int = 0  # those that running sequences and copies need

@@ -119,12 +119,19 @@ class StateUse:
 
     A sequence reads its state before its first token of the step. Its tokens are one or more
     segments; the state after each is written. No sequence writes a slot that another one uses.
+
+    A sequence with rows has a row slot with what it keeps of each of its tokens since the state
+    that it reads. Its tokens of the step are added to the rows, and it writes no state; or, if it
+    writes one, the state is folded from the rows, and the rows are not used again. A prompt's chunk
+    begins with no rows.
     """
 
     reads: Int32s  # [seqs] -1: zeros, before the first token
     segment_starts: Int32s  # [segments + 1] prefix sums over the packed tokens
-    writes: Int32s  # [segments]
+    writes: Int32s  # [segments] -1: not written, by a sequence with rows
     seq_segments: Int32s  # [seqs + 1] prefix sums over the segments
+    rows: Int32s | None = None  # [seqs] row slots (kv/rows.py), -1: none; None: none in this step
+    counts: Int32s | None = None  # [seqs] tokens in the rows before this step; None like `rows`
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,8 @@ def join(
         config.store,
         facts.num_states,
         pages_per_state=facts.pages_per_state,
+        rows_per_slot=facts.rows_per_slot,
+        row_slots_per_state=facts.row_slots_per_state,
         parts=parts,
         state_cost=partial(prefill_tokens, facts.num_params, facts.pair_flops),
     )

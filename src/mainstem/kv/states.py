@@ -18,6 +18,7 @@ beside the steps, so they hold their slots until they end.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import islice
 
 import numpy as np
 
@@ -63,8 +64,9 @@ class StatePlace:
 class StateStore:
     """Lends slots to sequences, and keeps states while there is room.
 
-    Invariant: a slot is free, owned by one sequence, kept, or used by a copy only; a kept one may
-    be held by sequences that will read it in their next step, and by a copy.
+    Invariant: a slot is free, owned by one sequence, lent for rows (kv/rows.py), kept, or used by a
+    copy only; a kept one may be held by a copy, by sequences that will read it in their next step,
+    and by sequences with rows, which read it in every step. Nobody writes a kept state.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class StateStore:
 
     @property
     def num_owned(self) -> int:
-        """Slots of running sequences."""
+        """Slots of running sequences, and those with their rows."""
         return self.num_states - len(self._free) - len(self._slot_of) - len(self._left)
 
     def take(self) -> int | None:
@@ -128,11 +130,12 @@ class StateStore:
         """A sequence could have started otherwise, but has no slot."""
         self._num_refused += 1
 
-    def has_room(self) -> bool:
-        """Whether `take` would return a slot."""
-        if self._free:
+    def has_room(self, count: int = 1) -> bool:
+        """Whether `take` would return a slot, `count` times."""
+        if (missing := count - len(self._free)) <= 0:
             return True
-        return any(not self._is_used(slot) for slot in self._slot_of.values())
+        unused = (slot for slot in self._slot_of.values() if not self._is_used(slot))
+        return sum(1 for _ in islice(unused, missing)) == missing
 
     def give_back(self, slot: int) -> None:
         """A sequence does not need its own slot any more."""
@@ -192,6 +195,14 @@ class StateStore:
         self._forget(self._place_of[slot])
         return slot
 
+    def may_adopt(self, slot: int) -> bool:
+        """Whether the sequence that holds a kept state is the only one that uses it."""
+        return bool(self._readers[slot] == 1 and not self._copies[slot])
+
+    def num_readers(self, slot: int) -> int:
+        """The sequences that hold a kept state."""
+        return int(self._readers[slot])
+
     def hold(self, slot: int) -> None:
         """A sequence will read a kept state in its next step: it is not evicted before."""
         if slot != NO_STATE:
@@ -225,6 +236,9 @@ class StateStore:
 
     def is_kept(self, slot: int) -> bool:
         return slot in self._place_of
+
+    def is_free(self, slot: int) -> bool:
+        return slot in self._free
 
     def begin_copy(self, slot: int) -> None:
         """A copy uses the slot: it is not lent to others until the copy ends."""

@@ -20,6 +20,7 @@ from mainstem.kv.keys import Naming, PageChain, PageName
 from mainstem.kv.loading import PageLoader, StoredRun
 from mainstem.kv.parts import WindowParts
 from mainstem.kv.pool import PagePool
+from mainstem.kv.rows import RowSlots
 from mainstem.kv.saving import PageSaver
 from mainstem.kv.stack import TierStack
 from mainstem.kv.states import StatePlace, StateStore
@@ -56,16 +57,22 @@ class KVStore:
         num_states: int = 0,
         *,
         pages_per_state: int = 1,
+        rows_per_slot: int = 0,
+        row_slots_per_state: int = 0,
         parts: WindowParts | None = None,
         state_cost: Callable[[int], float] = float,
     ) -> None:
         """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
         models without recurrent layers; `state_cost` is that of a prompt's first tokens, by number.
-        `parts` has the windowed parts of pages, if they have a pool of their own."""
+        `row_slots_per_state`: see RowSlots; 0: no sequence keeps rows. `parts` has the windowed
+        parts of pages, if they have a pool of their own."""
         self.num_pages, self.page_size = num_pages, page_size
         ranking = policy_named(config.policy)
         self.states = StateStore(num_states, bus, ranking, state_cost) if num_states else None
         self.stored_states: StoredStates | None = None  # of a model with states and tiers
+        self.rows: RowSlots | None = None
+        if self.states is not None and row_slots_per_state:
+            self.rows = RowSlots(self.states, row_slots_per_state, rows_per_slot)
         self.parts = parts
         self._pool = PagePool(num_pages, parts)
         self._index = PrefixIndex(self._pool, page_size, bus, ranking)
@@ -317,6 +324,8 @@ class KVStore:
         """After a failed step: no state on the device can be trusted, and no sequence has one."""
         assert self.states is not None, "the model has no states"
         self.states.clear()
+        if self.rows is not None:
+            self.rows.clear()
         if self.stored_states is not None:
             self.stored_states.forget_unsaved()
 
@@ -381,6 +390,8 @@ class KVStore:
         self._index.check()
         if self.states is not None:
             self.states.check()
+        if self.rows is not None:
+            self.rows.check()
         self.stack.check()
         self.loader.check()
         if self.stored_states is not None:

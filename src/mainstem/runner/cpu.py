@@ -17,7 +17,7 @@ from mainstem.runner.pages import DevicePages
 from mainstem.runner.recurrence import HybridAttention, Recurrence
 from mainstem.runner.sampler import Sampler, drawn_logprobs, start_logprobs
 from mainstem.runner.single import SingleTokenPass
-from mainstem.runner.states import DeviceStates
+from mainstem.runner.states import NO_ROWS, DeviceStates, RowShape
 from mainstem.runner.weighing import WeighingAttention
 
 LAYOUT = b"cpu:1:adjacent-pairs"  # layout of K and V in a page; part of the model's identity
@@ -47,6 +47,7 @@ class CpuRunner:
         max_positions: int,
         gate: Gate | None = None,
         num_states: int = 0,
+        rows: RowShape = NO_ROWS,
     ) -> None:
         self._decoder = decoder
         self._pages = pages
@@ -58,7 +59,7 @@ class CpuRunner:
         self.states: DeviceStates | None = None  # of a model with recurrent layers
         if decoder.recurrent:
             self.states = DeviceStates(
-                decoder.spec, num_states, decoder.dtype, torch.device("cpu"), pages.page_bytes
+                decoder.spec, num_states, decoder.dtype, torch.device("cpu"), pages.page_bytes, rows
             )
             self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
         self._previous = torch.empty(0, dtype=torch.long)

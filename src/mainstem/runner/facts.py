@@ -26,6 +26,8 @@ class RunnerFacts:
     num_parts: int = 0
     num_states: int = 0  # slots for states of recurrent layers; 0: the model has none
     pages_per_state: int = 0  # the memory of a state, in pages
+    row_slots_per_state: int = 0  # row slots in the memory of a state (kv/rows.py); 0: no rows
+    rows_per_slot: int = 0
     page_bytes: int = 0  # of a rank's part of a page
     part_bytes: int = 0  # of these, in the windowed part, if `num_parts`
     num_idle_params: int = 0  # weights of experts that a token does not use
@@ -45,11 +47,22 @@ class RunnerFacts:
         if not self.num_states:
             return words
         state_bytes = self.pages_per_state * self.page_bytes
-        return f"{words}, {self.num_states:,} states x {state_bytes:,} bytes"
+        words = f"{words}, {self.num_states:,} states x {state_bytes:,} bytes"
+        if self.row_slots_per_state:
+            words += f", each with room for rows: {self.row_slots_per_state} x {self.rows_per_slot}"
+        return words
 
-    def with_states(self, num_states: int, pages_per_state: int) -> "RunnerFacts":
+    def with_states(
+        self, num_states: int, pages_per_state: int, row_slots_per_state: int, rows_per_slot: int
+    ) -> "RunnerFacts":
         """The same model with slots for states."""
-        return replace(self, num_states=num_states, pages_per_state=pages_per_state)
+        return replace(
+            self,
+            num_states=num_states,
+            pages_per_state=pages_per_state,
+            row_slots_per_state=row_slots_per_state,
+            rows_per_slot=rows_per_slot,
+        )
 
     def on_device(
         self, name: str, max_step_tokens: int, max_span_levels: int, span_align_tokens: int | None

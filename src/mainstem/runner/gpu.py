@@ -112,6 +112,7 @@ class GpuRunner:
         ]
         self._num_launched = 0
         self._graphs: StepGraphs | None = None
+        self._row_graphs: StepGraphs | None = None  # of decodes with rows (kv/rows.py)
         self._before_last: dict[int, Rows] = {}  # by size: output of a graph without the last layer
         self._loads: Loads | None = None
         self._graph_sizes: tuple[int, ...] = ()
@@ -155,9 +156,12 @@ class GpuRunner:
                 hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
             if self._recurrence is not None:  # recurrent layers have other kernels for prompts
                 trash = self._recurrence.states.num_states
-                prompt = self._recurrence.one_prompt(tokens, trash, self._device)
-                mixer = self._hybrid(prompt, tokens)
-                hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
+                prompts = [self._recurrence.one_prompt(tokens, trash, self._device)]
+                if self._recurrence.states.rows:
+                    prompts.append(self._recurrence.prompt_with_rows(tokens, self._device))
+                for prompt in prompts:
+                    mixer = self._hybrid(prompt, prompt.max_tokens)
+                    hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
         forget_constants()
@@ -172,6 +176,15 @@ class GpuRunner:
             decoder.spec.page_layers,
             has_states=bool(decoder.recurrent),
         )
+        if self.states is not None and self.states.rows:
+            self._row_graphs = StepGraphs(
+                tuple(size for size in graph_sizes if size <= FEW_TOKENS),
+                attention.kinds_of_steps[:1],
+                partial(self._pieces, has_rows=True),
+                decoder.spec.page_layers,
+                has_states=True,
+                beside=self._graphs,
+            )
         torch.cuda.synchronize(self._device)
 
     @property
@@ -187,7 +200,7 @@ class GpuRunner:
         """Forget what has the addresses of weights and pages: they are about to have others. Call
         `capture_again` before the next step."""
         self.drain()
-        self._graphs = None
+        self._graphs = self._row_graphs = None
         self._before_last.clear()
         self._attention.forget_addresses()
 
@@ -216,7 +229,7 @@ class GpuRunner:
         """Wait for running steps; drop graphs and the latest samples. The rest is freed with the
         runner."""
         self.drain()
-        self._graphs = None
+        self._graphs = self._row_graphs = None
         self._before_last.clear()
         self._previous = torch.empty(0, dtype=torch.int64, device=self._device)
 
@@ -228,7 +241,8 @@ class GpuRunner:
         if len(step.load_ids):
             assert self._loads is not None, "a step names loads and no copier is attached"
             gate = self._loads.gate(step.load_ids)
-        size = None if self._graphs is None else self._graphs.size_for(step)
+        graphs = self._graphs_for(step)
+        size = None if graphs is None else graphs.size_for(step)
         launches = self._attention.plan(step.spans, step.positions, step.window_parts)
         begin = self._mark()  # after planning: the device may be idle while the host plans
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
@@ -285,14 +299,15 @@ class GpuRunner:
             hidden = decoder.forward(token_ids, rows, attention, gate)
             masses = attention.masses(decoder.ranks)
             return hidden, [to_host(mass[None])[0] for mass in masses]
-        assert self._graphs is not None
+        graphs = self._graphs_for(step)
+        assert graphs is not None
         if self._decode_states is not None:
             self._decode_states.send(step, size)
         for part, tensor in zip(self._pages.parts, self._pages.tensors, strict=True):
             places = inputs.windowed if part.is_windowed else inputs.places
             if places.copies is not None:
                 copy_slots(tensor.flatten(0, 1), *places.copies)
-        self._graphs.replay(size, launches, gate)
+        graphs.replay(size, launches, gate)
         if size > FEW_TOKENS:
             self._attention.bind(inputs.without_copies(), launches)  # these are already copied
             normed, last = self._before_last[size], decoder.spec.num_layers - 1
@@ -301,6 +316,10 @@ class GpuRunner:
         hidden = decoder.hidden(self._padded(size))
         return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows], []
 
+    def _graphs_for(self, step: Step) -> StepGraphs | None:
+        has_rows = step.states is not None and step.states.rows is not None
+        return self._row_graphs if has_rows else self._graphs
+
     def _mixer(self, step: Step) -> Attention:
         """What runs attention and recurrent layers of a step."""
         if self._recurrence is None:
@@ -308,21 +327,25 @@ class GpuRunner:
         segments = self._recurrence.step_segments(step, self._device)
         return self._hybrid(segments, step.num_tokens)
 
-    def _decode_mixer(self, size: int) -> Attention:
-        """Likewise for a step of `size` decodes, whose slots are in fixed buffers."""
+    def _decode_mixer(self, size: int, *, has_rows: bool = False) -> Attention:
+        """Likewise for a step of `size` decodes, whose slots are in fixed buffers; if `has_rows`,
+        some of them may have rows."""
         if self._decode_states is None:
             return self._attention
-        return self._hybrid(self._decode_states.segments(size), size)
+        return self._hybrid(self._decode_states.segments(size, has_rows=has_rows), size)
 
     def _hybrid(self, segments: Segments, num_tokens: int) -> Attention:
         assert self._recurrence is not None
         spec = self._decoder.spec
         return HybridAttention(spec, self._attention, self._recurrence, segments, num_tokens)
 
-    def _pieces(self, size: int, launches: Launches) -> list[Callable[[], None]]:
+    def _pieces(
+        self, size: int, launches: Launches, *, has_rows: bool = False
+    ) -> list[Callable[[], None]]:
         """What graphs of `size` tokens hold: everything from the ids to the last norm. Large
         graphs leave out the last layer: it would compute all rows there, and few are needed."""
-        inputs, decoder, mixer = self._inputs.views(size), self._decoder, self._decode_mixer(size)
+        inputs, decoder = self._inputs.views(size), self._decoder
+        mixer = self._decode_mixer(size, has_rows=has_rows)
         end = decoder.spec.num_layers - (size > FEW_TOKENS)
         normed: list[Rows] = []  # passed from piece to piece, at a fixed address
 

@@ -22,7 +22,7 @@ from mainstem.runner.gpu_weights import GpuParts
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
-from mainstem.runner.states import DeviceStates, pages_per_state
+from mainstem.runner.states import NO_ROWS, DeviceStates, pages_per_state, rows_that_fit
 from mainstem.runner.weights import LoadFacts, RunnerWeights
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
@@ -104,9 +104,11 @@ def load_gpu_runner(
     attention = GpuAttention(
         part, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
     )
-    recurrence = None
+    recurrence, rows = None, NO_ROWS
+    if num_states and not model.deterministic:  # rows round otherwise than states
+        rows = rows_that_fit(part, dtype, dtype, page_bytes)
     if num_states:
-        states = DeviceStates(part, num_states, dtype, device, pages.page_bytes)
+        states = DeviceStates(part, num_states, dtype, device, pages.page_bytes, rows)
         recurrence = Recurrence(
             part,
             decoder.recurrent,
@@ -125,7 +127,7 @@ def load_gpu_runner(
 
     loaded = LoadFacts(origin, dtype, device, identify)
     runner.weights = RunnerWeights(loaded, GpuParts(runner, spec))
-    facts = facts.with_states(num_states, per_state)
+    facts = facts.with_states(num_states, per_state, rows.per_state, rows.num_rows)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,

@@ -57,10 +57,11 @@ class StepGraphs:
         page_layers: Sequence[int | None],
         *,
         has_states: bool,
+        beside: "StepGraphs | None" = None,
     ) -> None:
         """The first of the `kinds` works for any step. `pieces_of(size, launches)` returns the
         pieces in order, of LAYERS_AT_ONCE layers each. `page_layers` is that of the recipe;
-        `has_states`: whether it has recurrences.
+        `has_states`: whether it has recurrences; `beside`: graphs whose memory these share.
         """
         numbers = [
             [number for number in page_layers[first : first + LAYERS_AT_ONCE] if number is not None]
@@ -72,7 +73,8 @@ class StepGraphs:
         self._sizes = sizes
         self._all = kinds[0]
         self._graphs: dict[tuple[int, Launches], list[torch.cuda.CUDAGraph]] = {}
-        self._pool: Any = None  # torch's handle of the memory that all graphs share
+        # torch's handle of the memory that all graphs share
+        self._pool: Any = None if beside is None else beside._pool
         for size in reversed(sizes):  # the largest first: the others fit into its memory
             for launches in kinds if size <= MOST_TOKENS_OF_FEWER else kinds[:1]:
                 self._graphs[size, launches] = self._capture(pieces_of(size, launches))

@@ -2,20 +2,30 @@
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mainstem.core.step import Step
+from mainstem.kernels.recurrent.rows import LayerRows, RowUse, pack_rows, row_width
 from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 from mainstem.kv.states import NO_STATE
 from mainstem.models.block import Attention
 from mainstem.models.recurrence import DeltaSpec, GateOrder, MambaSpec, RecurrentSpec
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.spec import ModelSpec
-from mainstem.runner.states import DeviceStates, LayerState
+from mainstem.runner.states import DeviceStates
 from mainstem.runner.uploads import Uploads
+
+
+class Kept(NamedTuple):
+    """What the sequences of a step keep in one layer."""
+
+    conv: Tensor
+    matrix: Tensor
+    rows: LayerRows | None  # None: no sequence of the step has rows
 
 
 class Recurrence:
@@ -43,8 +53,12 @@ class Recurrence:
         assert use is not None, "a step says nothing of states"
         found = (use.segment_starts, use.writes, use.seq_segments, use.reads)
         if self.is_deterministic:
+            assert use.rows is None, "rows have no place in a deterministic step"
             return make_serial_segments(*found, device)
-        return make_segments(*found, step.num_decodes, device)
+        rows = None
+        if use.rows is not None and use.counts is not None:
+            rows = (use.rows, use.counts)
+        return make_segments(*found, step.num_decodes, device, rows)
 
     def one_prompt(self, num_tokens: int, slot: int, device: torch.device) -> Segments:
         """The segments of one sequence that begins with its first token and writes its state to
@@ -54,6 +68,15 @@ class Recurrence:
         if self.is_deterministic:
             return make_serial_segments(*found, device)
         return make_segments(*found, 0, device)
+
+    def prompt_with_rows(self, num_tokens: int, device: torch.device) -> Segments:
+        """Likewise of up to `num_tokens` that become rows after a state, in slots that only padding
+        uses."""
+        num_rows, last = self.states.rows[0].sums.shape[2], len(self.states.rows[0].sums) - 1
+        reads, writes = np.full(1, self.states.num_states, np.int32), np.full(1, -1, np.int32)
+        starts = np.array([0, min(num_tokens, num_rows)], np.int32)
+        rows = (np.full(1, last, np.int32), np.zeros(1, np.int32))
+        return make_segments(starts, writes, np.array([0, 1], np.int32), reads, 0, device, rows)
 
     def run(self, number: int, first: Tensor, segments: Segments, num_tokens: int) -> Tensor:
         """Run recurrent layer `number` on the output of its first product; returns the input of its
@@ -65,19 +88,20 @@ class Recurrence:
 
     def _run(self, number: int, first: Tensor, segments: Segments) -> Tensor:
         spec, tensors, state = self._layers[number]
+        kept = Kept(*state, None if segments.rows is None else self.states.rows[number])
         if isinstance(spec, DeltaSpec):
-            return self._delta(spec, tensors, state, first, segments)
+            return self._delta(spec, tensors, kept, first, segments)
         if isinstance(spec, MambaSpec):
-            return self._mamba(spec, tensors, state, first, segments)
+            return self._mamba(spec, tensors, kept, first, segments)
         before, after, x = first.chunk(3, dim=1)
-        mixed = self._convolved(spec, tensors, state, before * x, segments, is_activated=False)
+        mixed = self._convolved(spec, tensors, kept, before * x, segments, is_activated=False)
         return mixed.mul_(after)
 
     def _convolved(
         self,
         spec: RecurrentSpec,
         tensors: RecurrentTensors,
-        state: LayerState,
+        kept: Kept,
         x: Tensor,
         segments: Segments,
         *,
@@ -85,7 +109,7 @@ class Recurrence:
     ) -> Tensor:
         out = x.new_empty(len(x), spec.conv_channels)
         self._kernels.convolve(
-            x, tensors.conv, tensors.conv_bias, segments, state.conv, out, is_activated
+            x, tensors.conv, tensors.conv_bias, segments, kept.conv, out, is_activated, kept.rows
         )
         return out
 
@@ -93,7 +117,7 @@ class Recurrence:
         self,
         spec: DeltaSpec,
         tensors: RecurrentTensors,
-        state: LayerState,
+        kept: Kept,
         first: Tensor,
         segments: Segments,
     ) -> Tensor:
@@ -101,7 +125,7 @@ class Recurrence:
         inputs, gate, b, a = torch.split(
             first, [spec.conv_channels, values, spec.value_heads, spec.value_heads], dim=1
         )
-        mixed = self._convolved(spec, tensors, state, inputs, segments)
+        mixed = self._convolved(spec, tensors, kept, inputs, segments)
         q, k, v = torch.split(mixed, [keys, keys, values], dim=1)
         out = first.new_empty(tokens, spec.value_heads, spec.value_dim)
         self._kernels.delta_rule(
@@ -113,8 +137,9 @@ class Recurrence:
             tensors.decay,
             tensors.dt_bias,
             segments,
-            state.matrix,
+            kept.matrix,
             out,
+            kept.rows,
         )
         out = out.view(tokens, values)
         self._gated_norm(out, gate, tensors.gain, spec.value_dim, GateOrder.NORM_FIRST)
@@ -124,13 +149,13 @@ class Recurrence:
         self,
         spec: MambaSpec,
         tensors: RecurrentTensors,
-        state: LayerState,
+        kept: Kept,
         first: Tensor,
         segments: Segments,
     ) -> Tensor:
         tokens, width, shared = len(first), spec.out_width, spec.groups * spec.state_dim
         inputs, gate, dt = torch.split(first, [spec.conv_channels, width, spec.heads], dim=1)
-        mixed = self._convolved(spec, tensors, state, inputs, segments)
+        mixed = self._convolved(spec, tensors, kept, inputs, segments)
         x, b, c = torch.split(mixed, [width, shared, shared], dim=1)
         out = first.new_empty(tokens, spec.heads, spec.head_dim)
         self._kernels.mamba_scan(
@@ -143,8 +168,9 @@ class Recurrence:
             tensors.skip,
             spec.dt_limits,
             segments,
-            state.matrix,
+            kept.matrix,
             out,
+            kept.rows,
         )
         out = out.view(tokens, width)
         self._gated_norm(out, gate, tensors.gain, width // spec.norm_groups, spec.gate_order)
@@ -173,6 +199,9 @@ class DecodeStates:
         self._is_serial = is_serial
         self._numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self._slots = torch.full((2, max_tokens), num_states, dtype=torch.int32, device=device)
+        no_slots = np.full(max_tokens, NO_STATE, np.int32)
+        packed = pack_rows(no_slots, no_slots + 1, no_slots, no_slots)
+        self._rows = torch.from_numpy(packed).to(device)
         self._uploads = Uploads(device)
 
     def send(self, step: Step, size: int) -> None:
@@ -183,13 +212,23 @@ class DecodeStates:
         slots[0, : len(use.reads)] = use.reads
         slots[1, : len(use.writes)] = use.writes
         self._slots[:, :size].copy_(self._uploads.send(slots))
+        if use.rows is None or use.counts is None:
+            return
+        rows = np.full(size, NO_STATE, np.int32)
+        counts = np.zeros(size, np.int32)
+        rows[: len(use.rows)], counts[: len(use.counts)] = use.rows, use.counts
+        packed = pack_rows(rows, counts, *slots)
+        self._rows[:, : packed.shape[1]].copy_(self._uploads.send(packed))
 
-    def segments(self, size: int) -> Segments:
-        """The segments of `size` decodes."""
+    def segments(self, size: int, *, has_rows: bool = False) -> Segments:
+        """The segments of `size` decodes; some of them may have rows if `has_rows`."""
         ones = self._numbers[: size + 1]
         reads, writes = self._slots[:, :size]
         num_decodes = 0 if self._is_serial else size
-        return Segments(ones, writes, ones, reads, num_decodes, size, 1)
+        rows = None
+        if has_rows:
+            rows = RowUse.of_graph(self._rows[:, : row_width(size)], size)
+        return Segments(ones, writes, ones, reads, num_decodes, size, 1, rows=rows)
 
 
 class HybridAttention:

@@ -1,6 +1,6 @@
 """Who leaves so that a step can be made: sequences are preempted, or start again."""
 
-from mainstem.core.errors import OutOfPages
+from mainstem.core.errors import OutOfPages, OutOfStates
 from mainstem.core.ids import SeqSlot
 from mainstem.core.step import Int32s
 from mainstem.sched.ending import Endings
@@ -23,8 +23,8 @@ class RoomMaker:
         self._store = running.store
 
     def decodes(self) -> Int32s | None:
-        """Return the slots that decode, each with a page for its token. None: the step in flight
-        must commit first."""
+        """Return the slots that decode, each with a page for its token, and with a state slot if it
+        folds its rows. None: the step in flight must commit first."""
         return self._grow_decodes() if self._make_way() and self._leave_gaps() else None
 
     def _make_way(self) -> bool:
@@ -58,8 +58,8 @@ class RoomMaker:
         return True
 
     def _grow_decodes(self) -> Int32s | None:
-        """The slots that decode. Preempts if there are too few pages. None: there are too few, and
-        a step is in flight, which must commit first."""
+        """The slots that decode. Preempts if there are too few pages or state slots. None: there
+        are too few, and a step is in flight, which must commit first."""
         table, page_size = self._running.table, self._running.page_size
         while True:
             running = self._running.slots
@@ -69,12 +69,12 @@ class RoomMaker:
             decodes = self._size.choose(running[ready], table.last_step)
             num_places = table.num_pages.take(decodes) * page_size
             full = decodes[table.computed.take(decodes) >= num_places]
-            if len(full) == 0:
-                return decodes
             try:
-                self._running.add_pages(full)
+                self._running.plan_folds(decodes)
+                if len(full):
+                    self._running.add_pages(full)
                 return decodes
-            except OutOfPages:
+            except (OutOfPages, OutOfStates):
                 if not self._running.is_settled:
                     return None
                 self._endings.preempt(self._running.victim())

@@ -264,7 +264,7 @@ class Starter:
         num_new, to_come = self._demand(found)
         may_start = self._forecast().may_start(num_new, to_come, available)
         if may_start and self._states is not None:
-            may_start = self._states.may_start()
+            may_start = self._states.may_start(found, work.budget)
         if self._windows is not None:
             may_start &= self._windows.may_start(num_new, to_come, work.budget)
         if not may_start or self._loader.must_wait(found, tokens_ahead):
@@ -338,7 +338,7 @@ class Starter:
             place = sequence.request.plan_place
             forks = () if place is None else self._running.order.forks(place)
             coming = self._queue.coming() if place is None else ()
-            self._states.start(slot, found, coming, forks)
+            self._states.start(slot, found, coming, forks, work.budget)
         if self._windows is not None:
             place = sequence.request.plan_place
             forks = () if place is None else self._running.order.forks(place)

@@ -31,8 +31,9 @@ from mainstem.kv.finder import Lookup, Match
 from mainstem.kv.keys import PageChain
 from mainstem.kv.states import NO_STATE, StatePlace, StateStore
 from mainstem.kv.store import KVStore
-from mainstem.sched.batching import StepWork
+from mainstem.sched.batching import Chunk, StepWork
 from mainstem.sched.queue import Candidate
+from mainstem.sched.rows import SequenceRows
 from mainstem.sched.sequence import Sequence
 from mainstem.sched.stored_starts import StoredStarts
 from mainstem.sched.table import SeqTable
@@ -56,6 +57,8 @@ class SequenceStates:
         self._page_size = store.page_size
         self._stored = StoredStarts.of(store)
         self._num_spares = 0  # second slots of decodes
+        # of sequences that read a state and never write one
+        self.rows = None if store.rows is None else SequenceRows(store.rows, states, table)
         self._cuts: dict[Sequence, set[int]] = {}  # of prompts that are being computed
 
     # --- where to start -------------------------------------------------------------------------
@@ -130,9 +133,14 @@ class SequenceStates:
         prompt of `num_tokens`: its last page is not full."""
         return min(position, num_tokens // self._page_size * self._page_size)
 
-    def may_start(self) -> bool:
-        """Whether there is a slot for another sequence."""
-        if self._states.has_room():
+    def may_start(self, found: Candidate, budget: int) -> bool:
+        """Whether there is a slot for another sequence, whose first chunk has up to `budget`
+        tokens. Sequences that will fold their rows keep the slots that they will need."""
+        rows = self.rows
+        if self._states.has_room(1 + (0 if rows is None else rows.num_to_fold)):
+            return True
+        position = len(found.match.pages) * self._page_size + found.match.similar_tokens
+        if rows is not None and rows.may_start(found, position, budget):
             return True
         self._states.note_refused()
         return False
@@ -143,30 +151,58 @@ class SequenceStates:
         found: Candidate,
         coming: Iterable[Sequence],
         planned: Iterable[int],
+        budget: int,
     ) -> None:
-        """A sequence starts from its state. It is cut where sequences that are `coming` part from
-        it, and at `planned` positions."""
-        self._states.note_start(found.state)
-        self._states.hold(found.state)  # so that it is not evicted for the slot of its own
-        own = self._states.take()
-        self._table.state_own[slot] = self._states.adopt(found.state) if own is None else own
-        self._table.state_read[slot] = found.state
-        self._table.state_spare[slot] = NO_STATE
+        """A sequence starts from its state, with a chunk of up to `budget` tokens. It is cut where
+        sequences that are `coming` part from it, and at `planned` positions."""
+        table, states = self._table, self._states
+        states.note_start(found.state)
+        states.hold(found.state)  # so that it is not evicted for the slot of its own
+        table.state_own[slot] = table.state_spare[slot] = NO_STATE
+        table.state_read[slot] = found.state
         sequence, chain = found.sequence, found.chain
+        begin = int(table.computed[slot])
+        if chain is not None and self._stored is not None and found.state != NO_STATE:
+            self._stored.note_use(chain, begin)
+        met = self._common(sequence, coming)
+        forks = [*planned, *met]
+        if self.rows is not None and self.rows.fit(found, begin, budget):
+            is_best = self.rows.may_fold(slot) and self._prefers_rows(found, begin, forks)
+            if (is_best or not states.has_room()) and self.rows.start(slot):
+                return
+        own = states.take()
+        table.state_own[slot] = states.adopt(found.state) if own is None else own
         if chain is None:
             return
-        if self._stored is not None and found.state != NO_STATE:
-            self._stored.note_use(chain, int(self._table.computed[slot]))
         last = found.num_known - 1  # it is always computed, for its logits
         request = sequence.request
         wanted = [last, found.num_matched, request.keep_tokens, *request.boundaries, *planned]
         cuts = {self._findable(min(position, last), found.num_known) for position in wanted}
         cuts.add(last // self._page_size * self._page_size)
-        for other in coming:
-            if other is not sequence and (theirs := other.chain) is not None:
-                most = other.num_reusable(len(theirs.token_ids))
-                cuts.add(self._shared(sequence, theirs, most))
+        if sequence.chain is not None:
+            cuts |= {self._findable(position, len(sequence.chain.token_ids)) for position in met}
         self._plan(sequence, cuts)
+
+    def _common(self, sequence: Sequence, coming: Iterable[Sequence]) -> list[int]:
+        """How many leading tokens a sequence that starts now has in common with each other."""
+        if (chain := sequence.chain) is None:
+            return []
+        return [
+            min(chain.num_common(theirs), other.num_reusable(len(theirs.token_ids)))
+            for other in coming
+            if other is not sequence and (theirs := other.chain) is not None
+        ]
+
+    def _prefers_rows(self, found: Candidate, begin: int, forks: list[int]) -> bool:
+        """Whether others read the state at `begin`, too, and no state is wanted far after it. All
+        that will be shared with prompts of a plan is known: its forks."""
+        request = found.sequence.request
+        has_siblings = self._states.num_readers(found.state) > 1 or max(forks, default=0) >= begin
+        wanted = forks
+        if request.plan_place is None:
+            wanted = [found.num_matched, request.keep_tokens, *request.boundaries, *forks]
+        is_shared = max(wanted, default=0) >= begin + self._page_size
+        return has_siblings and not is_shared and request.session is None
 
     def meet(self, arrived: Sequence) -> None:
         """A sequence was queued: cut the prompts that are being computed where it parts from
@@ -194,8 +230,10 @@ class SequenceStates:
         slots = np.concatenate([decodes, np.array([c.slot for c in work.chunks], np.int32)])
         reads = table.state_read[slots]
         self._change_slots(decodes)
+        self._cut_instead_of_rows(work.chunks)
         own = table.state_own[slots]
-        table.state_read[slots] = own
+        rows = None if self.rows is None else self.rows.use(slots)
+        table.state_read[slots] = own if rows is None else np.where(own == NO_STATE, reads, own)
         starts, writes, counts = list[int](), own[: len(decodes)].tolist(), list[int]()
         kept: dict[StatePlace, int] = {}
         names: list[PageKey] = []
@@ -230,7 +268,9 @@ class SequenceStates:
             self._keep(place, free, is_written=False)
         for state in held_next:
             self._states.hold(state)
-        self._states.release(reads[(reads != own) & (reads != NO_STATE)])
+        self._states.release(reads[(reads != own) & (reads != NO_STATE) & (own != NO_STATE)])
+        if rows is not None and self.rows is not None:
+            self.rows.end_folds(slots)
         ones = np.arange(len(decodes) + 1, dtype=np.int32)
         segments = len(decodes) + np.cumsum(counts, dtype=np.int32)
         return StateUse(
@@ -238,7 +278,21 @@ class SequenceStates:
             segment_starts=np.concatenate([ones, np.array(starts, np.int32)]),
             writes=np.array(writes, np.int32),
             seq_segments=np.concatenate([ones, segments]),
+            rows=None if rows is None else rows[0],
+            counts=None if rows is None else rows[1],
         ), names
+
+    def _cut_instead_of_rows(self, chunks: list[Chunk]) -> None:
+        """Prompts that start with rows, and in which others wait for a state, get a slot for their
+        own state after all, if there is one."""
+        if self.rows is None:
+            return
+        for chunk in chunks:
+            if self.rows.has(chunk.slot) and self._table.sequence(chunk.slot) in self._cuts:
+                if (own := self._states.take()) is None:
+                    return
+                self._table.state_own[chunk.slot] = own
+                self.rows.leave(chunk.slot)
 
     def _change_slots(self, decodes: Int32s) -> None:
         """At the end of a page a decode writes to its other slot from now on, if there are tiers
@@ -310,6 +364,7 @@ class SequenceStates:
         planned = self._cuts.pop(sequence, set())
         names = [self._place(slot, position).name() for position in planned]
         own, read = int(table.state_own[slot]), int(table.state_read[slot])
+        had_rows = self.rows is not None and self.rows.leave(slot)
         if read not in (own, NO_STATE):
             self._states.release(np.array([read], np.int32))
         num_tokens = int(table.computed[slot])
@@ -318,8 +373,10 @@ class SequenceStates:
         if chain is not None and num_known > len(chain.token_ids):
             chain = chain.extended(table.tokens(slot, 0, num_known))
         self._leave_spare(slot, chain, num_known)
+        if own == NO_STATE:
+            return names
         is_useful = self._page_size <= num_tokens <= num_known
-        if chain is None or read != own or not is_useful:
+        if chain is None or read != own or had_rows or not is_useful:
             self._states.give_back(own)
             return names
         depth, num_more = divmod(num_tokens, self._page_size)
@@ -347,4 +404,6 @@ class SequenceStates:
         """After a failed step: no state can be trusted."""
         self._cuts.clear()
         self._num_spares = 0
+        if self.rows is not None:
+            self.rows.clear()
         self._store.clear_states()

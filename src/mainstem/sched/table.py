@@ -22,6 +22,7 @@ from mainstem.sched.sequence import SeqState, Sequence
 
 MAX_FAST_STOPS = 4  # stop ids compared in one vector operation; a sequence with more needs a lookup
 NO_TOKEN = np.int32(-1)  # fills the unused places of `stop_ids`; no real id is negative
+NO_ROWS = -1  # a sequence without a row slot
 
 
 class SeqTable:
@@ -57,6 +58,9 @@ class SeqTable:
         self.state_read: Int32s = np.zeros(size, np.int32)
         self.state_own: Int32s = np.zeros(size, np.int32)
         self.state_spare: Int32s = np.zeros(size, np.int32)
+        # its row slot, if any, and the number of tokens in the state that it reads, without them
+        self.row_slot: Int32s = np.zeros(size, np.int32)
+        self.row_base: Int32s = np.zeros(size, np.int32)
         # windowed parts of pages: it needs those of the pages from number `part_first` up to
         # `part_end`
         self.part_first: Int32s = np.zeros(size, np.int32)
@@ -91,6 +95,7 @@ class SeqTable:
             self._grow_slots(max(64, len(self.sequences)))
         self._kept_samples = None
         slot = SeqSlot(self._free_slots.pop())
+        self.row_slot[slot] = NO_ROWS
         request, sampling = sequence.request, sequence.request.sampling
         num_prompt, num_output = len(request.prompt_ids), len(sequence.output_ids)
         self.sequences[slot] = sequence

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
 """What the kernels of recurrent layers have in common: how gates are computed, how matrices are
 multiplied, and checks of arguments.
 
@@ -77,6 +78,50 @@ def read_state(ptr, slot, cells, is_cell, stride_slot):
 def write_state(ptr, slot, cells, is_cell, stride_slot, state):
     """Store cells of a state in a slot."""
     tl.store(ptr + slot.to(tl.int64) * stride_slot + cells, state, mask=is_cell)
+
+
+@triton.jit
+def read_state_or_rows(
+    ptr, slot, rows_ptr, row_slot, cells, is_cell, stride_slot, stride_row_slot
+):  # fmt: skip
+    """Load cells from a row slot if it is not negative, else from the slot of a state."""
+    if rows_ptr is None:
+        found = read_state(ptr, slot, cells, is_cell, stride_slot)
+    else:
+        has_rows = cells * 0 <= row_slot
+        of_rows = read_state(rows_ptr, row_slot, cells, is_cell, stride_row_slot)
+        found = read_state(ptr, slot, cells, is_cell & (cells * 0 > row_slot), stride_slot)
+        found = tl.where(has_rows, of_rows, found)
+    return found
+
+
+@triton.jit
+def write_state_or_rows(
+    ptr, slot, rows_ptr, row_slot, cells, is_cell, stride_slot, stride_row_slot, state
+):  # fmt: skip
+    """Store cells in the slot of a state if it is not negative, else in a row slot."""
+    if rows_ptr is None:
+        write_state(ptr, slot, cells, is_cell, stride_slot, state)
+    else:
+        is_written = cells * 0 <= slot
+        write_state(ptr, slot, cells, is_cell & is_written, stride_slot, state)
+        is_row = is_cell & (cells * 0 <= row_slot) & (cells * 0 > slot)
+        write_state(rows_ptr, row_slot, cells, is_row, stride_row_slot, state)
+
+
+@triton.jit
+def write_rows(
+    values_ptr, sums_ptr, slot, head, places, is_row, columns, values, sums,
+    stride_values, stride_sums, room, V: tl.constexpr,
+):  # fmt: skip
+    """Store columns of a head's rows, and sums of logarithms, if the slot is not negative."""
+    is_kept = is_row & (places * 0 <= slot)
+    slot = slot.to(tl.int64)
+    cells = (head * room + places)[:, None] * V + columns[None, :]
+    ptrs = values_ptr + slot * stride_values + cells
+    is_cell = is_kept[:, None] & (columns < V)[None, :]
+    tl.store(ptrs, values.to(values_ptr.dtype.element_ty), mask=is_cell)
+    tl.store(sums_ptr + slot * stride_sums + head * room + places, sums, mask=is_kept)
 
 
 def lanes_of(dim: int) -> int:

@@ -4,7 +4,8 @@
 tokens need inputs of the last step, which are in a slot; after each segment the last inputs are
 written to a slot, perhaps to the same one. So the program that computes a sequence's first tokens
 reads the old inputs, and after that writes the slots of all its segments; the other programs of the
-sequence need only inputs of this step."""
+sequence need only inputs of this step. A sequence with rows (`rows.py`) has its last inputs in its
+row slot, if it has rows already, and writes them there, unless it writes a state."""
 
 import triton
 import triton.language as tl
@@ -13,7 +14,13 @@ from torch import Tensor
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
-from mainstem.kernels.recurrent.blocks import DTYPES, read_state, write_state
+from mainstem.kernels.recurrent.blocks import (
+    DTYPES,
+    read_state,
+    read_state_or_rows,
+    write_state_or_rows,
+)
+from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import Segments
 
 TILE_TOKENS, TILE_CHANNELS = 16, 128  # of programs that are no decodes
@@ -31,22 +38,38 @@ def _bias_of(bias_ptr, channels, is_channel):
 
 
 @triton.jit
-def _old_rows(conv_ptr, slot, channels, is_channel, stride_slot, size, KERNEL: tl.constexpr):
-    """The inputs before the first token: rows 0, 1 and 2 of a slot, as far as there are any."""
-    first = read_state(conv_ptr, slot, channels, is_channel, stride_slot)
+def _old_inputs(
+    conv_ptr, slot, row_conv_ptr, row_slot, channels, is_channel, stride_slot, stride_row_slot,
+    size, KERNEL: tl.constexpr,
+):  # fmt: skip
+    """The inputs before the first token: parts 0, 1 and 2 of a slot, as far as there are any."""
+    first = read_state_or_rows(
+        conv_ptr, slot, row_conv_ptr, row_slot, channels, is_channel, stride_slot, stride_row_slot
+    )
     second = first
     third = first
     if KERNEL > 2:
-        second = read_state(conv_ptr, slot, size + channels, is_channel, stride_slot)
+        second = read_state_or_rows(
+            conv_ptr, slot, row_conv_ptr, row_slot, size + channels, is_channel,
+            stride_slot, stride_row_slot,
+        )  # fmt: skip
     if KERNEL > 3:
-        third = read_state(conv_ptr, slot, 2 * size + channels, is_channel, stride_slot)
+        third = read_state_or_rows(
+            conv_ptr, slot, row_conv_ptr, row_slot, 2 * size + channels, is_channel,
+            stride_slot, stride_row_slot,
+        )  # fmt: skip
     return first, second, third
 
 
 @triton.jit
+def _row_slot_of(row_slots_ptr, seq):
+    return -1 if row_slots_ptr is None else tl.load(row_slots_ptr + seq)
+
+
+@triton.jit
 def _convolve_decode_kernel(
-    x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, writes_ptr, reads_ptr,
-    size, stride_x, stride_slot, stride_out,
+    x_ptr, weight_ptr, bias_ptr, conv_ptr, row_conv_ptr, out_ptr, writes_ptr, reads_ptr,
+    row_slots_ptr, counts_ptr, size, stride_x, stride_slot, stride_row_slot, stride_out,
     KERNEL: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token and BLOCK channels. A thread has the same channels throughout, and
@@ -58,11 +81,16 @@ def _convolve_decode_kernel(
     wait_for_ahead(OVERLAPS)
     slot = tl.load(reads_ptr + token)
     write = tl.load(writes_ptr + token)
+    row_slot = _row_slot_of(row_slots_ptr, token)
+    old_rows = row_slot
+    if row_slots_ptr is not None:
+        old_rows = tl.where(tl.load(counts_ptr + token) > 0, row_slot, -1)
     row = token.to(tl.int64)
     x = tl.load(x_ptr + row * stride_x + channels, mask=is_channel, other=0.0)
-    first, second, third = _old_rows(
-        conv_ptr, slot, channels, is_channel, stride_slot, size, KERNEL
-    )
+    first, second, third = _old_inputs(
+        conv_ptr, slot, row_conv_ptr, old_rows, channels, is_channel, stride_slot, stride_row_slot,
+        size, KERNEL,
+    )  # fmt: skip
     for tap in tl.static_range(KERNEL):
         weight = tl.load(weight_ptr + channels * KERNEL + tap, mask=is_channel, other=0.0)
         if tap == KERNEL - 1:
@@ -75,8 +103,10 @@ def _convolve_decode_kernel(
             value = third
         total += value.to(tl.float32) * weight.to(tl.float32)
         if tap > 0:
-            cells = (tap - 1) * size + channels
-            write_state(conv_ptr, write, cells, is_channel, stride_slot, value)
+            write_state_or_rows(
+                conv_ptr, write, row_conv_ptr, row_slot, (tap - 1) * size + channels, is_channel,
+                stride_slot, stride_row_slot, value,
+            )  # fmt: skip
     if ACTIVATION:
         total = total * tl.sigmoid(total)
     out_ptrs = out_ptr + row * stride_out + channels
@@ -85,8 +115,9 @@ def _convolve_decode_kernel(
 
 @triton.jit
 def _write_inputs(
-    x_ptr, conv_ptr, starts_ptr, writes_ptr, segment, end_segment, begin, second, third,
-    channels, is_channel, stride_x, stride_slot, size, KERNEL: tl.constexpr,
+    x_ptr, conv_ptr, row_conv_ptr, row_slot, starts_ptr, writes_ptr, segment, end_segment, begin,
+    second, third, channels, is_channel, stride_x, stride_slot, stride_row_slot, size,
+    KERNEL: tl.constexpr,
 ):  # fmt: skip
     """Write the last inputs after each segment of a sequence, which begins at token `begin`."""
     for index in range(segment, end_segment):
@@ -103,14 +134,17 @@ def _write_inputs(
                 value = tl.where(source == 1, second, value)
             if KERNEL > 3:
                 value = tl.where(source == 2, third, value)
-            write_state(conv_ptr, write, row * size + channels, is_channel, stride_slot, value)
+            write_state_or_rows(
+                conv_ptr, write, row_conv_ptr, row_slot, row * size + channels, is_channel,
+                stride_slot, stride_row_slot, value,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("first_seq",))
 def _convolve_kernel(
-    x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr,
-    starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr,
-    size, first_seq, stride_x, stride_slot, stride_out,
+    x_ptr, weight_ptr, bias_ptr, conv_ptr, row_conv_ptr, out_ptr,
+    starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr, row_slots_ptr,
+    size, first_seq, stride_x, stride_slot, stride_row_slot, stride_out,
     KERNEL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -147,13 +181,15 @@ def _convolve_kernel(
         out_ptrs = out_ptr + (begin + rows).to(tl.int64)[:, None] * stride_out + channels[None, :]
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_cell)
         if tile == 0:
-            _, second, third = _old_rows(
-                conv_ptr, slot, channels, is_channel, stride_slot, size, KERNEL
-            )
+            _, second, third = _old_inputs(
+                conv_ptr, slot, None, -1, channels, is_channel, stride_slot,
+                stride_row_slot, size, KERNEL,
+            )  # fmt: skip
             tl.debug_barrier()  # all threads have read the old inputs
             _write_inputs(
-                x_ptr, conv_ptr, starts_ptr, writes_ptr, segment, end_segment, begin, second, third,
-                channels, is_channel, stride_x, stride_slot, size, KERNEL,
+                x_ptr, conv_ptr, row_conv_ptr, _row_slot_of(row_slots_ptr, seq), starts_ptr,
+                writes_ptr, segment, end_segment, begin, second, third, channels, is_channel,
+                stride_x, stride_slot, stride_row_slot, size, KERNEL,
             )  # fmt: skip
 
 
@@ -165,20 +201,28 @@ def convolve(
     conv: Tensor,
     out: Tensor,
     activation: bool,
+    rows: LayerRows | None = None,
 ) -> None:
     """Write the causal convolution of each channel of x [tokens, channels] to `out`, followed by
     SiLU if `activation`.
 
-    weight: [channels, kernel]; conv: [slots, kernel - 1, channels], the last inputs, oldest first.
+    weight: [channels, kernel]; conv: [slots, kernel - 1, channels], the last inputs, oldest first;
+    rows: needed if sequences of the step keep rows.
     """
     size, kernel = weight.shape
-    _check(x, weight, bias, conv, out)
+    use = segments.rows
+    row_conv = None if rows is None or use is None else rows.conv
+    assert (use is None) == (row_conv is None), "rows: without a place for them"
+    _check(x, weight, bias, conv, row_conv, out)
+    row_slots, counts = (None, None) if use is None else (use.slots, use.counts)
+    row_stride = 0 if row_conv is None else row_conv.stride(0)
     options = {"KERNEL": kernel, "ACTIVATION": activation, **overlap_options(x.device)}
     if segments.num_decodes:
         block = min(next_power_of_2(size), DECODE_CHANNELS)
         _convolve_decode_kernel[(cdiv(size, block), segments.num_decodes)](
-            x, weight, bias, conv, out, segments.writes, segments.reads,
-            size, x.stride(0), conv.stride(0), out.stride(0), BLOCK=block, **options,
+            x, weight, bias, conv, row_conv, out, segments.writes, segments.reads,
+            row_slots, counts, size, x.stride(0), conv.stride(0), row_stride, out.stride(0),
+            BLOCK=block, **options,
         )  # fmt: skip
     if segments.num_decodes < segments.num_seqs:
         grid = (
@@ -187,14 +231,21 @@ def convolve(
             cdiv(size, TILE_CHANNELS),
         )
         _convolve_kernel[grid](
-            x, weight, bias, conv, out,
-            segments.starts, segments.writes, segments.seq_segments, segments.reads,
-            size, segments.num_decodes, x.stride(0), conv.stride(0), out.stride(0),
+            x, weight, bias, conv, row_conv, out,
+            segments.starts, segments.writes, segments.seq_segments, segments.reads, row_slots,
+            size, segments.num_decodes, x.stride(0), conv.stride(0), row_stride, out.stride(0),
             TOKENS=TILE_TOKENS, BLOCK=TILE_CHANNELS, **options,
         )  # fmt: skip
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, out: Tensor) -> None:
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    row_conv: Tensor | None,
+    out: Tensor,
+) -> None:
     size, kernel = weight.shape
     if kernel not in KERNELS:
         raise LayoutError(f"convolutions must be over 2, 3 or 4 tokens, got {kernel}")
@@ -209,11 +260,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, out: Te
             f"x, conv and out must be bfloat16, float16 or float32, all the same, "
             f"got {x.dtype}, {conv.dtype} and {out.dtype}"
         )
-    if tuple(conv.shape[1:]) != (kernel - 1, size) or not conv[:1].is_contiguous():
-        raise LayoutError(
-            f"conv must be [slots, {kernel - 1}, {size}], contiguous in a slot, "
-            f"got {tuple(conv.shape)}"
-        )
+    for kept in (conv,) if row_conv is None else (conv, row_conv):
+        if tuple(kept.shape[1:]) != (kernel - 1, size) or not kept[:1].is_contiguous():
+            raise LayoutError(
+                f"conv must be [slots, {kernel - 1}, {size}], contiguous in a slot, "
+                f"got {tuple(kept.shape)}"
+            )
+        if kept.dtype != conv.dtype:
+            raise LayoutError(f"conv of states and of rows must agree, got {kept.dtype}")
     is_whole = bias is None or (tuple(bias.shape) == (size,) and bias.is_contiguous())
     if not weight.is_contiguous() or not is_whole:
         raise LayoutError(f"weight [{size}, {kernel}] and bias [{size}] must be contiguous")

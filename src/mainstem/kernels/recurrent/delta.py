@@ -12,7 +12,9 @@ and S the state before the tile:
 The first line is a triangular system (1 + A) u = beta (v - G k^T S). One kernel inverts 1 + A, for
 all tiles in parallel, and writes u's part without S (`own`), what is to be multiplied by S
 (`of_state`), and the weights of the second line's sum (`scores`). Another kernel then goes from
-tile to tile with some columns of S in registers.
+tile to tile with some columns of S in registers. The tokens of a prompt may become rows
+(`rows.py`): the first kernel writes the keys, the other one u and the sums of logarithms. Decodes
+with rows are in `siblings.py`.
 """
 
 import torch
@@ -38,9 +40,18 @@ from mainstem.kernels.recurrent.blocks import (
     rows_of,
     softplus,
     tile_options,
+    write_rows,
     write_state,
 )
+from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments, TileList
+from mainstem.kernels.recurrent.siblings import (
+    DecodeInputs,
+    KernelRows,
+    after_rows,
+    decode_with_rows,
+    state_precision,
+)
 
 DECODE_COLUMNS = 32
 SMALL = tl.constexpr(16)  # rows of blocks that are inverted row by row
@@ -78,30 +89,72 @@ def _delta_token(
 
 
 @triton.jit
-def _delta_decode_kernel(
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, out_ptr,
-    writes_ptr, reads_ptr,
-    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
-    BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
+def _delta_decode(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, matrix_ptr, out_ptr, writes_ptr, reads_ptr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr, seq, head, dims, columns,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, scale,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, value head and BLOCK_V columns of its state."""
-    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
-    dims = tl.arange(0, K_LANES)
-    columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
-    wait_for_ahead(OVERLAPS)
+    """Compute columns of a head for one decode that writes a state."""
     slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
     cells = head * K * V + dims[:, None] * V + columns[None, :]
     is_cell = (dims < K)[:, None] & (columns < V)[None, :]
     state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    if row_slots_ptr is not None:
+        row_slot, count = tl.load(row_slots_ptr + seq), tl.load(counts_ptr + seq)
+        if (row_slot >= 0) & (count > 0):
+            state = after_rows(
+                state, keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
+                stride_keys, stride_values, stride_sums, room, GROUP, K, V, PRECISION,
+            )  # fmt: skip
     state = _delta_token(
         state, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, out_ptr, seq.to(tl.int64),
         head, dims, columns,
         stride_q, stride_k, stride_v, stride_a, stride_b, stride_out, scale, GROUP, K, V,
     )  # fmt: skip
     write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
+
+
+@triton.jit
+def _delta_decode_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, out_ptr,
+    writes_ptr, reads_ptr, writers_ptr, sizes_ptr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    K_LANES: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence, head and BLOCK_V columns of its state; or with a list of sequences
+    (RowUse.writers), of which a program takes some columns of one, then of another."""
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    dims = tl.arange(0, K_LANES)
+    if writers_ptr is None:
+        head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+        columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+        a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+        wait_for_ahead(OVERLAPS)
+        _delta_decode(
+            q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, matrix_ptr, out_ptr,
+            writes_ptr, reads_ptr, None, None, None, None, None, seq, head, dims, columns,
+            stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, 0, 0, 0, 0,
+            scale, GROUP, K, V, PRECISION,
+        )  # fmt: skip
+    else:
+        wait_for_ahead(OVERLAPS)
+        items = tl.load(sizes_ptr + 1) * (HEADS * blocks)
+        for item in range(tl.program_id(0), items, tl.num_programs(0)):
+            seq, head = tl.load(writers_ptr + item // (HEADS * blocks)), (item // blocks) % HEADS
+            columns = (item % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+            a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+            _delta_decode(
+                q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, matrix_ptr, out_ptr,
+                writes_ptr, reads_ptr, keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+                seq, head, dims, columns,
+                stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
+                stride_keys, stride_values, stride_sums, room, scale, GROUP, K, V, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=OF_STEP)
@@ -169,8 +222,9 @@ def _inverse(lower, TILE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=("first_token", "num_rows"))
 def _delta_solve_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, tile_starts_ptr, tile_ends_ptr,
-    own_ptr, of_state_ptr, scores_ptr, factors_ptr,
-    stride_q, stride_k, stride_v, stride_a, stride_b, first_token, num_rows, scale,
+    own_ptr, of_state_ptr, scores_ptr, factors_ptr, keys_ptr, row_slots_ptr, first_rows_ptr,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_keys, room, first_token, num_rows,
+    scale,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -179,7 +233,8 @@ def _delta_solve_kernel(
 
     Rows of the outputs are tokens from `first_token` on: own [rows, heads, V], of_state [rows,
     heads, K], scores [rows, heads, TILE]; factors [3, rows, heads] in fp32 are to be multiplied by
-    the queries, by the keys, and by the state before the tile."""
+    the queries, by the keys, and by the state before the tile. If there are row slots, keys are
+    stored there, and factors has the logarithms of decays from the tile's start, too."""
     head, heads = tl.program_id(1), tl.num_programs(1)
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     wait_for_ahead(OVERLAPS)
@@ -225,6 +280,11 @@ def _delta_solve_kernel(
     after = tl.exp(tl.minimum(last - total, 0.0))
     tl.store(factor_ptrs + plane, k_scale * after, mask=is_row)
     tl.store(factor_ptrs + 2 * plane, tl.zeros_like(to) + tl.exp(last), mask=is_row)
+    if row_slots_ptr is not None:
+        tl.store(factor_ptrs + 3 * plane, total, mask=is_row)
+        row_slot = tl.where(head % GROUP == 0, tl.load(row_slots_ptr + tl.program_id(0)), -1)
+        first_row = (head // GROUP) * room + tl.load(first_rows_ptr + tl.program_id(0))
+        keys_ptr += row_slot.to(tl.int64) * stride_keys + first_row * K
     scores_ptrs = scores_ptr + rows[:, None] * TILE + ids[None, :]
     tl.store(scores_ptrs, scores.to(element), mask=is_row[:, None])
     weights = inverse * beta[None, :]
@@ -240,14 +300,21 @@ def _delta_solve_kernel(
         k = rows_of(k_ptr, tokens, is_row, dims, stride_k, K)
         of_state = product(weights, k, element, PRECISION, UPCAST)
         state_ptrs = of_state_ptr + rows[:, None] * K + dims[None, :]
-        tl.store(state_ptrs, of_state.to(element), mask=is_row[:, None] & (dims < K)[None, :])
+        is_key = is_row[:, None] & (dims < K)[None, :]
+        tl.store(state_ptrs, of_state.to(element), mask=is_key)
+        if row_slots_ptr is not None:
+            normed = (k.to(tl.float32) * k_scale[:, None]).to(element)
+            is_kept = is_key & (ids[:, None] * 0 <= row_slot)
+            tl.store(keys_ptr + ids[:, None] * K + dims[None, :], normed, mask=is_kept)
 
 
 @triton.jit(do_not_specialize=("first_token", "first_seq", "num_rows"))
 def _delta_pass_kernel(
     q_ptr, k_ptr, own_ptr, of_state_ptr, scores_ptr, factors_ptr, matrix_ptr, out_ptr,
     tile_starts_ptr, tile_ends_ptr, tile_writes_ptr, seq_tiles_ptr, reads_ptr,
-    stride_q, stride_k, stride_slot, stride_out, first_token, first_seq, num_rows,
+    values_ptr, sums_ptr, row_slots_ptr, first_rows_ptr,
+    stride_q, stride_k, stride_slot, stride_out, stride_values, stride_sums, room,
+    first_token, first_seq, num_rows,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
     BLOCK_V: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -268,6 +335,7 @@ def _delta_pass_kernel(
     plane = num_rows.to(tl.int64) * heads
     q_ptr += (head // GROUP) * K
     k_ptr += (head // GROUP) * K
+    before = 0.0  # sum of logarithms, of rows
     for tile in range(tl.load(seq_tiles_ptr + seq), tl.load(seq_tiles_ptr + seq + 1)):
         start = tl.load(tile_starts_ptr + tile)
         is_row = ids < tl.load(tile_ends_ptr + tile) - start
@@ -293,6 +361,14 @@ def _delta_pass_kernel(
         state += product(tl.trans(k), u * k_factor[:, None], element, PRECISION, UPCAST)
         if write >= 0:
             write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
+        if row_slots_ptr is not None:
+            total = tl.load(factors_ptr + 3 * plane + rows, mask=is_row, other=0.0)
+            write_rows(
+                values_ptr, sums_ptr, tl.load(row_slots_ptr + tile), head,
+                tl.load(first_rows_ptr + tile) + ids, is_row, columns, u, before + total,
+                stride_values, stride_sums, room, V,
+            )  # fmt: skip
+            before += tl.min(total, 0)
 
 
 def delta_rule(
@@ -306,12 +382,13 @@ def delta_rule(
     segments: Segments,
     matrix: Tensor,
     out: Tensor,
+    rows: LayerRows | None = None,
 ) -> None:
     """Write the output of the gated delta rule to `out` [tokens, value_heads, value_dim].
 
     q, k: [tokens, key_heads, key_dim], not normalised; v: like out; a, b: [tokens, value_heads],
     not activated; a_log, dt_bias: [value_heads] fp32; matrix: [slots, value_heads, key_dim,
-    value_dim] fp32.
+    value_dim] fp32; rows: needed if sequences of the step keep rows.
     """
     tokens, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[1:]
@@ -342,13 +419,24 @@ def delta_rule(
             segments.starts, segments.writes, segments.seq_segments, segments.reads,
             *strides, key_dim**-0.5, **options,
         )  # fmt: skip
-    if segments.num_decodes:
-        _delta_decode_kernel[(heads * cdiv(value_dim, block), segments.num_decodes)](
+    use = segments.rows
+    if use is not None:
+        inputs = DecodeInputs(q, k, v, a, b, a_log, dt_bias, None)
+        decode_with_rows(inputs, segments, matrix, rows, out)
+    num_writers = segments.num_decodes if use is None else use.num_writers
+    if num_writers:
+        blocks, kept = heads * cdiv(value_dim, block), KernelRows.of_writers(use, rows)
+        grid = (
+            (blocks, num_writers) if use is None else (min(blocks * num_writers, WRITER_PROGRAMS),)
+        )
+        _delta_decode_kernel[grid](
             q, k, v, a, b, a_log, dt_bias, matrix, out, segments.writes, segments.reads,
-            *strides, key_dim**-0.5, **options,
+            None if use is None else use.writers, None if use is None else use.sizes,
+            *kept[:5], *strides, *kept[5:], key_dim**-0.5, HEADS=heads,
+            PRECISION=state_precision(v), **options,
         )  # fmt: skip
     if segments.tiles is not None:
-        _run_tiles((q, k, v, a, b), (a_log, dt_bias), segments, segments.tiles, matrix, out)
+        _run_tiles((q, k, v, a, b), (a_log, dt_bias), segments, segments.tiles, matrix, out, rows)
 
 
 def pass_columns(value_dim: int, element_size: int) -> int:
@@ -357,28 +445,32 @@ def pass_columns(value_dim: int, element_size: int) -> int:
 
 
 def _run_tiles(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     constants: tuple[Tensor, Tensor],
     segments: Segments,
     tiles: TileList,
     matrix: Tensor,
     out: Tensor,
+    rows: LayerRows | None,
 ) -> None:
     """Compute all sequences but the decodes."""
-    q, k, v, a, b = rows
+    q, k, v, a, b = inputs
     heads, (key_dim, value_dim) = v.shape[1], (k.shape[2], v.shape[2])
     first, num_rows = segments.num_decodes, len(q) - segments.num_decodes
     own, of_state = (q.new_empty(num_rows, heads, dim) for dim in (value_dim, key_dim))
     scores = q.new_empty(num_rows, heads, TILE)
-    factors = torch.empty(3, num_rows, heads, dtype=torch.float32, device=q.device)
+    kept = KernelRows.of_tiles(tiles, rows)
+    num_factors = 3 if kept.slots is None else 4
+    factors = torch.empty(num_factors, num_rows, heads, dtype=torch.float32, device=q.device)
     common = {
         "GROUP": heads // q.shape[1], "K": key_dim, "V": value_dim, "TILE": TILE,
         **dot_options(q, key_dim, value_dim), **overlap_options(q.device),
     }  # fmt: skip
     _delta_solve_kernel[(tiles.num_tiles, heads)](
         q, k, v, a, b, *constants, tiles.starts, tiles.ends, own, of_state, scores, factors,
-        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), first, num_rows,
-        key_dim**-0.5,
+        kept.keys, kept.slots, kept.firsts,
+        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), kept.stride_keys,
+        kept.room, first, num_rows, key_dim**-0.5,
         BLOCK_K=min(lanes_of(key_dim), 64), BLOCK_V=min(lanes_of(value_dim), 64),
         num_warps=4 if q.element_size() == 2 else 8, num_stages=1, **common,
     )  # fmt: skip
@@ -387,7 +479,9 @@ def _run_tiles(
     _delta_pass_kernel[grid](
         q, k, own, of_state, scores, factors, matrix, out,
         tiles.starts, tiles.ends, tiles.writes, tiles.seq_tiles, segments.reads,
-        q.stride(0), k.stride(0), matrix.stride(0), out.stride(0), first, first, num_rows,
+        kept.values, kept.sums, kept.slots, kept.firsts,
+        q.stride(0), k.stride(0), matrix.stride(0), out.stride(0), kept.stride_values,
+        kept.stride_sums, kept.room, first, first, num_rows,
         K_LANES=lanes_of(key_dim), BLOCK_V=block, **common,
         **tile_options(key_dim, q.element_size(), is_large),
     )  # fmt: skip

@@ -8,7 +8,8 @@ state before the tile:
     y_i = G_i c_i^T S + sum_{j<=i} (G_i/G_j) (c_i . b_j) dt_j x_j + d x_i
     S'  = G_n S + sum_j (G_n/G_j) b_j dt_j x_j^T
 
-A program goes from tile to tile with some columns of S in registers.
+A program goes from tile to tile with some columns of S in registers. The tokens of a prompt may
+become rows (`rows.py`). Decodes with rows are in `siblings.py`.
 """
 
 import triton
@@ -33,9 +34,18 @@ from mainstem.kernels.recurrent.blocks import (
     rows_of,
     softplus,
     tile_options,
+    write_rows,
     write_state,
 )
+from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments
+from mainstem.kernels.recurrent.siblings import (
+    DecodeInputs,
+    KernelRows,
+    after_rows,
+    decode_with_rows,
+    state_precision,
+)
 
 DECODE_COLUMNS = 32
 # what may differ between launches for the same model; see `OF_SEGMENTS`
@@ -68,31 +78,74 @@ def _scan_token(
 
 
 @triton.jit
-def _scan_decode_kernel(
-    x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
-    writes_ptr, reads_ptr,
-    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, least, most,
-    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, N_LANES: tl.constexpr,
-    BLOCK_P: tl.constexpr, OVERLAPS: tl.constexpr,
+def _scan_decode(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, matrix_ptr, out_ptr, writes_ptr, reads_ptr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr, seq, head, dims, columns,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, least, most,
+    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, head and BLOCK_P columns of its state."""
-    blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
-    dims = tl.arange(0, N_LANES)
-    columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
-    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
-    skip = tl.load(d_ptr + head)
-    wait_for_ahead(OVERLAPS)
+    """Compute columns of a head for one decode that writes a state."""
     slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
     cells = head * N * P + dims[:, None] * P + columns[None, :]
     is_cell = (dims < N)[:, None] & (columns < P)[None, :]
     state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    if row_slots_ptr is not None:
+        row_slot, count = tl.load(row_slots_ptr + seq), tl.load(counts_ptr + seq)
+        if (row_slot >= 0) & (count > 0):
+            state = after_rows(
+                state, keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
+                stride_keys, stride_values, stride_sums, room, GROUP, N, P, PRECISION,
+            )  # fmt: skip
     state = _scan_token(
         state, x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, out_ptr, seq.to(tl.int64),
         head, dims, columns,
         stride_x, stride_b, stride_c, stride_dt, stride_out, least, most, GROUP, N, P,
     )  # fmt: skip
     write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
+
+
+@triton.jit
+def _scan_decode_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
+    writes_ptr, reads_ptr, writers_ptr, sizes_ptr,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, least, most,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    N_LANES: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence, head and BLOCK_P columns of its state; or with a list of sequences
+    (RowUse.writers), of which a program takes some columns of one, then of another."""
+    blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    dims = tl.arange(0, N_LANES)
+    if writers_ptr is None:
+        head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+        columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+        a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+        skip = tl.load(d_ptr + head)
+        wait_for_ahead(OVERLAPS)
+        _scan_decode(
+            x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, matrix_ptr, out_ptr,
+            writes_ptr, reads_ptr, None, None, None, None, None, seq, head, dims, columns,
+            stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, 0, 0, 0, 0,
+            least, most, GROUP, N, P, PRECISION,
+        )  # fmt: skip
+    else:
+        wait_for_ahead(OVERLAPS)
+        items = tl.load(sizes_ptr + 1) * (HEADS * blocks)
+        for item in range(tl.program_id(0), items, tl.num_programs(0)):
+            seq, head = tl.load(writers_ptr + item // (HEADS * blocks)), (item // blocks) % HEADS
+            columns = (item % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+            a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+            skip = tl.load(d_ptr + head)
+            _scan_decode(
+                x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, matrix_ptr, out_ptr,
+                writes_ptr, reads_ptr, keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
+                seq, head, dims, columns,
+                stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
+                stride_keys, stride_values, stride_sums, room, least, most, GROUP, N, P, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=OF_STEP)
@@ -131,7 +184,9 @@ def _scan_serial_kernel(
 def _scan_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
     tile_starts_ptr, tile_ends_ptr, tile_writes_ptr, seq_tiles_ptr, reads_ptr,
-    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, first_seq, least, most,
+    keys_ptr, values_ptr, sums_ptr, row_slots_ptr, first_rows_ptr,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
+    stride_keys, stride_values, stride_sums, room, first_seq, least, most,
     GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, N_LANES: tl.constexpr,
     BLOCK_P: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -153,6 +208,7 @@ def _scan_kernel(
     x_ptr += head * P
     b_ptr += (head // GROUP) * N
     c_ptr += (head // GROUP) * N
+    before = 0.0  # sum of logarithms, of rows
     for tile in range(tl.load(seq_tiles_ptr + seq), tl.load(seq_tiles_ptr + seq + 1)):
         start = tl.load(tile_starts_ptr + tile)
         is_row = ids < tl.load(tile_ends_ptr + tile) - start
@@ -181,6 +237,19 @@ def _scan_kernel(
         state += product(tl.trans(b), wide, element, PRECISION, UPCAST)
         if write >= 0:
             write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
+        if row_slots_ptr is not None:
+            row_slot = tl.load(row_slots_ptr + tile)
+            places = tl.load(first_rows_ptr + tile) + ids
+            write_rows(
+                values_ptr, sums_ptr, row_slot, head, places, is_row, columns,
+                x.to(tl.float32) * dt[:, None], before + total,
+                stride_values, stride_sums, room, P,
+            )  # fmt: skip
+            if (row_slot >= 0) & (tl.program_id(0) % (GROUP * blocks) == 0):
+                key_ptrs = keys_ptr + row_slot.to(tl.int64) * stride_keys
+                key_ptrs += ((head // GROUP) * room + places)[:, None] * N + dims[None, :]
+                tl.store(key_ptrs, b, mask=is_row[:, None] & (dims < N)[None, :])
+            before += last
 
 
 def mamba_scan(
@@ -195,16 +264,18 @@ def mamba_scan(
     segments: Segments,
     matrix: Tensor,
     out: Tensor,
+    rows: LayerRows | None = None,
 ) -> None:
     """Write the output of Mamba-2's recurrence to `out` [tokens, heads, head_dim].
 
     x: like out; b, c: [tokens, groups, state_dim]; dt: [tokens, heads], not activated; a_log,
-    dt_bias, d: [heads] fp32; limits: of dt; matrix: [slots, heads, state_dim, head_dim] fp32.
+    dt_bias, d: [heads] fp32; limits: of dt; matrix: [slots, heads, state_dim, head_dim] fp32;
+    rows: needed if sequences of the step keep rows.
     """
     tokens, heads, head_dim = x.shape
     groups, state_dim = b.shape[1:]
-    for name, rows in (("x", x), ("b", b), ("c", c), ("out", out)):
-        check_heads(name, rows, tokens, x.dtype)
+    for name, of_heads in (("x", x), ("b", b), ("c", c), ("out", out)):
+        check_heads(name, of_heads, tokens, x.dtype)
     if b.shape != c.shape or x.shape != out.shape or heads % groups:
         raise LayoutError(
             f"x and out must agree, b and c too, and have a divisor of x's {heads} heads, "
@@ -229,19 +300,31 @@ def mamba_scan(
             segments.starts, segments.writes, segments.seq_segments, segments.reads,
             *strides, *limits, BLOCK_P=block, **common,
         )  # fmt: skip
-    if decodes:
-        _scan_decode_kernel[(heads * cdiv(head_dim, block), decodes)](
+    use = segments.rows
+    if use is not None:
+        inputs = DecodeInputs(c, b, x, dt, None, a_log, dt_bias, d, limits)
+        decode_with_rows(inputs, segments, matrix, rows, out)
+    num_writers = decodes if use is None else use.num_writers
+    if num_writers:
+        blocks, kept = heads * cdiv(head_dim, block), KernelRows.of_writers(use, rows)
+        grid = (
+            (blocks, num_writers) if use is None else (min(blocks * num_writers, WRITER_PROGRAMS),)
+        )
+        _scan_decode_kernel[grid](
             x, b, c, dt, a_log, dt_bias, d, matrix, out, segments.writes, segments.reads,
-            *strides, *limits, BLOCK_P=block, **common,
+            None if use is None else use.writers, None if use is None else use.sizes,
+            *kept[:5], *strides, *kept[5:], *limits, HEADS=heads, BLOCK_P=block,
+            PRECISION=state_precision(x), **common,
         )  # fmt: skip
     tiles = segments.tiles
     if tiles is not None:
         block = scan_columns(state_dim, head_dim, x.element_size())
         grid = (heads * cdiv(head_dim, block), segments.num_seqs - decodes)
+        kept = KernelRows.of_tiles(tiles, rows)
         _scan_kernel[grid](
             x, b, c, dt, a_log, dt_bias, d, matrix, out,
             tiles.starts, tiles.ends, tiles.writes, tiles.seq_tiles, segments.reads,
-            *strides, decodes, *limits, BLOCK_P=block, TILE=TILE,
+            *kept[:5], *strides, *kept[5:], decodes, *limits, BLOCK_P=block, TILE=TILE,
             **common, **dot_options(x, state_dim, head_dim),
             **tile_options(state_dim, x.element_size(), has_large_memory(x.device)),
         )  # fmt: skip

@@ -10,14 +10,18 @@ A sequence starts from the state in its slot `reads`, or from zeros. Several seq
 slot. A sequence may write the slot it reads; no other sequence of the step may read or write a slot
 that it writes. (Padding of a CUDA graph does: it reads and writes a slot that nobody else uses, and
 what is in it does not matter.)
+
+A sequence may instead keep rows beside a state that nobody writes: see `rows.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from mainstem.kernels.recurrent.rows import RowUse, pack_rows
 
 TILE = 64  # tokens; one size, so that a sequence's bits do not depend on other sequences
 ALIGNED = 4  # numbers of 4 bytes: 16 bytes
@@ -35,6 +39,8 @@ class TileList:
     writes: Tensor  # [tiles] slot to which the state after the tile is written; -1: not written
     seq_tiles: Tensor  # [sequences + 1] the tiles of each sequence, neighbours
     num_tiles: int
+    row_slots: Tensor | None = None  # [tiles] row slot to which the tile's rows are written, or -1
+    first_rows: Tensor | None = None  # [tiles] where they begin there; both None: no rows at all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +55,7 @@ class Segments:
     num_seqs: int
     max_tokens: int  # of the longest sequence in this step, or more
     tiles: TileList | None = None  # for GPUs; None if all sequences are decodes, or if serial
+    rows: RowUse | None = None  # None: no sequence has rows
 
     @property
     def is_serial(self) -> bool:
@@ -65,13 +72,23 @@ def make_segments(
     reads: Ints,
     num_decodes: int,
     device: torch.device | str = "cpu",
+    rows: tuple[Ints, Ints] | None = None,
 ) -> Segments:
     """Copy a step's segments to a device, in one piece, and cut them into tiles. No segment is
-    empty; the arrays have the meaning that they have in Segments."""
+    empty; the arrays have the meaning that they have in Segments.
+
+    rows: slots and counts of RowUse, if a sequence has rows.
+    """
     _check(starts, writes, seq_segments, reads)
     assert starts[seq_segments][num_decodes] == num_decodes, "a decode has more than one token"
     cut = _cut(starts, writes, seq_segments, num_decodes) if num_decodes < len(reads) else []
-    return _on_device((starts, writes, seq_segments, reads), cut, num_decodes, device)
+    packed: list[Ints] = []
+    if rows is not None and (rows[0] >= 0).any():
+        _check_rows(*rows, writes, seq_segments, reads, num_decodes)
+        packed = list(pack_rows(*rows, reads, writes[:num_decodes]))
+        if cut:
+            cut += _tile_rows(rows[0][num_decodes:], cut[0], cut[3])
+    return _on_device((starts, writes, seq_segments, reads), cut, packed, num_decodes, device)
 
 
 def make_serial_segments(
@@ -83,7 +100,7 @@ def make_serial_segments(
 ) -> Segments:
     """Likewise for tokens that are computed one after the other; see `Segments.is_serial`."""
     _check(starts, writes, seq_segments, reads)
-    return _on_device((starts, writes, seq_segments, reads), [], 0, device)
+    return _on_device((starts, writes, seq_segments, reads), [], [], 0, device)
 
 
 def _check(starts: Ints, writes: Ints, seq_segments: Ints, reads: Ints) -> None:
@@ -93,17 +110,37 @@ def _check(starts: Ints, writes: Ints, seq_segments: Ints, reads: Ints) -> None:
     assert (lengths > 0).all(), "a segment is empty"
 
 
+def _check_rows(
+    slots: Ints, counts: Ints, writes: Ints, seq_segments: Ints, reads: Ints, num_decodes: int
+) -> None:
+    has_rows = slots >= 0
+    assert len(slots) == len(counts) == len(reads), "rows: one slot and count a sequence"
+    assert len(np.unique(slots[has_rows])) == has_rows.sum(), "two sequences have one row slot"
+    prompts = np.flatnonzero(has_rows[num_decodes:]) + num_decodes
+    assert (counts[prompts] == 0).all(), "a prompt's tokens follow rows"
+    assert (np.diff(seq_segments)[prompts] == 1).all(), "a prompt with rows has several segments"
+    assert (writes[seq_segments[prompts]] == -1).all(), "a prompt with rows writes a state"
+    written = writes[writes >= 0]
+    for seq in np.flatnonzero(has_rows & np.isin(reads, written)):
+        is_own = seq < num_decodes and writes[seq] == reads[seq]
+        is_own = is_own and (reads == reads[seq]).sum() == 1
+        assert is_own, "a base that is read is written"
+
+
 def _on_device(
     of_segments: tuple[Ints, Ints, Ints, Ints],
     of_tiles: list[Ints],
+    of_rows: list[Ints],
     num_decodes: int,
     device: torch.device | str,
 ) -> Segments:
     starts, _, seq_segments, reads = of_segments
-    parts = _to_device([*of_segments, *of_tiles], torch.device(device))
-    tiles = None
+    parts = _to_device([*of_segments, *of_tiles, *of_rows], torch.device(device))
+    tiles, end_tiles = None, 4 + len(of_tiles)
     if of_tiles:
         tiles = TileList(parts[4], parts[5], parts[6], parts[7], len(of_tiles[0]))
+        if len(of_tiles) > 4:
+            tiles = replace(tiles, row_slots=parts[8], first_rows=parts[9])
     return Segments(
         parts[0],
         parts[1],
@@ -113,6 +150,7 @@ def _on_device(
         num_seqs=len(reads),
         max_tokens=int(np.diff(starts[seq_segments]).max(initial=0)),
         tiles=tiles,
+        rows=RowUse.of_step(parts[end_tiles:], of_rows[-1]) if of_rows else None,
     )
 
 
@@ -129,6 +167,15 @@ def _cut(starts: Ints, writes: Ints, seq_segments: Ints, num_decodes: int) -> li
     is_last = tile_ends == ends[tile_segments]
     tile_writes = np.where(is_last, writes[first:][tile_segments], -1)
     return [tile_starts, tile_ends, tile_writes, firsts[seq_segments[num_decodes:] - first]]
+
+
+def _tile_rows(slots: Ints, tile_starts: Ints, seq_tiles: Ints) -> list[Ints]:
+    """Return row_slots and first_rows of a TileList; slots: those of its sequences."""
+    num_tiles = np.diff(seq_tiles)
+    return [
+        np.repeat(slots, num_tiles),
+        tile_starts - np.repeat(tile_starts[seq_tiles[:-1]], num_tiles),
+    ]
 
 
 def _to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:

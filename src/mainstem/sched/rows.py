@@ -1,0 +1,132 @@
+"""Sequences that read one state together, and keep rows of their own tokens instead of a state.
+
+    prompt a   |------ 1,200 shared ------|--- own ---|
+    prompt b   |------ 1,200 shared ------|-- own --|--- answer ---|
+                                          S           rows of b: its tokens since S
+
+S is read by all siblings in every step and written by none, so a step reads it once. b has a row
+slot (kv/rows.py) instead of a state slot, and a row takes much less memory than a state. When its
+rows are full, it takes a state slot and *folds*: the step that computes the next token writes the
+state after that token there. From then on b is a sequence like any other.
+
+A sequence starts with rows if its prompt after the state fits into them, in one chunk; if another
+sequence reads the state too, or will; and if no state is wanted inside its own tokens: rows cannot
+be shared, and no state is left when the sequence ends. If there is no slot for a state of its own,
+it starts with rows in any case.
+"""
+
+from mainstem.core.errors import OutOfStates
+from mainstem.core.ids import SeqSlot
+from mainstem.core.step import Int32s
+from mainstem.kv.rows import RowSlots
+from mainstem.kv.states import NO_STATE, StateStore
+from mainstem.sched.queue import Candidate
+from mainstem.sched.table import NO_ROWS, SeqTable
+
+
+class SequenceRows:
+    """The rows of running sequences.
+
+    A sequence with rows holds the state that it reads (`state_read`), and owns none until its fold
+    is planned.
+    """
+
+    def __init__(self, slots: RowSlots, states: StateStore, table: SeqTable) -> None:
+        self._slots = slots
+        self._states = states
+        self._table = table
+        self._to_fold: set[int] = set()  # sequences that may fill their rows, and own no state yet
+
+    @property
+    def num_to_fold(self) -> int:
+        """How many slots for states are needed later."""
+        return len(self._to_fold)
+
+    def fit(self, found: Candidate, position: int, budget: int) -> bool:
+        """Whether a sequence that starts from a state at `position` could keep rows. Its first
+        chunk has at most `budget` tokens."""
+        most = min(budget, self._slots.num_rows - 1)  # a row for the first decode
+        return found.state != NO_STATE and found.num_known - position <= most
+
+    def may_start(self, found: Candidate, position: int, budget: int) -> bool:
+        """Whether such a sequence needs no slot for a state, neither now nor later."""
+        sequence = found.sequence
+        most = len(sequence.request.prompt_ids) + sequence.max_output
+        has_slot = self._slots.has_free and not self._fills(most, position)
+        return has_slot and self.fit(found, position, budget)
+
+    def _fills(self, max_total: int, position: int) -> bool:
+        """Whether a sequence may have more tokens than rows; its last token is never computed."""
+        return max_total - 1 - position > self._slots.num_rows
+
+    def may_fold(self, slot: SeqSlot) -> bool:
+        """Whether there would be a slot for the state of a sequence that starts with rows now."""
+        table = self._table
+        if not self._fills(int(table.max_total[slot]), int(table.computed[slot])):
+            return True
+        num_wanted = len(self._to_fold) + 1 + (not self._slots.has_free)
+        return self._states.has_room(num_wanted)
+
+    def start(self, slot: SeqSlot) -> bool:
+        """Give a sequence that starts now a row slot. False: there is none."""
+        if (rows := self._slots.take()) is None:
+            return False
+        table, base = self._table, int(self._table.computed[slot])
+        table.row_slot[slot], table.row_base[slot] = rows, base
+        if self._fills(int(table.max_total[slot]), base):
+            self._to_fold.add(int(slot))
+        return True
+
+    def has(self, slot: SeqSlot) -> bool:
+        return int(self._table.row_slot[slot]) != NO_ROWS
+
+    def plan_folds(self, decodes: Int32s) -> None:
+        """Give each of these sequences that fills its rows with its next token a slot for the state
+        after it. Raises OutOfStates if there are too few; those that were given stay."""
+        if not self._to_fold:
+            return
+        table, states = self._table, self._states
+        is_full = table.computed[decodes] - table.row_base[decodes] >= self._slots.num_rows - 1
+        is_full &= table.row_slot[decodes] != NO_ROWS
+        for slot in decodes[is_full].tolist():
+            if slot not in self._to_fold:
+                continue
+            base = int(table.state_read[slot])
+            own = states.take()
+            if own is None and states.may_adopt(base):  # it is written in place
+                own = states.adopt(base)
+            if own is None:
+                raise OutOfStates
+            table.state_own[slot] = own
+            self._to_fold.discard(slot)
+
+    def use(self, slots: Int32s) -> tuple[Int32s, Int32s] | None:
+        """The row slots of the sequences of a step, and the number of rows in each. None: no
+        sequence has any."""
+        rows = self._table.row_slot[slots]
+        has_rows = rows != NO_ROWS
+        if not has_rows.any():
+            return None
+        counts: Int32s = (self._table.computed[slots] - self._table.row_base[slots]) * has_rows
+        return rows, counts
+
+    def end_folds(self, slots: Int32s) -> None:
+        """The step of these sequences is complete: no later one reads the rows that it folds."""
+        table = self._table
+        is_folded = (table.row_slot[slots] != NO_ROWS) & (table.state_own[slots] != NO_STATE)
+        for slot in slots[is_folded].tolist():
+            self.leave(SeqSlot(slot))
+
+    def leave(self, slot: SeqSlot) -> bool:
+        """A sequence does not need its rows any more. Returns whether it had any."""
+        rows = int(self._table.row_slot[slot])
+        if rows == NO_ROWS:
+            return False
+        self._table.row_slot[slot] = NO_ROWS
+        self._to_fold.discard(int(slot))
+        self._slots.give_back(rows)
+        return True
+
+    def clear(self) -> None:
+        """No sequence runs, and the store has freed all slots or will."""
+        self._to_fold.clear()

@@ -1,0 +1,140 @@
+"""Writes a model of random weights as a Hugging Face folder, so that servers can be compared on a
+shape whose weights are too large to download, or not public.
+
+    mainstem bench checkpoint --model-shape qwen36-35b-a3b --tokenizer FOLDER_OF_A_MODEL DIR
+
+The folder has config.json, weights in bf16 and, if given, the tokenizer of another model; its ids
+must be below the shape's vocabulary. Weights have the same spread as in the other benchmarks of
+random weights. Equal seeds give equal weights on the same device. The tokens of answers mean
+nothing: clients should set the length of answers and `ignore_eos`.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser, add_flag
+from mainstem.core.errors import ConfigError
+from mainstem.models.collectives import ALONE
+from mainstem.models.cpu.decoder import make_decoder
+from mainstem.models.spec import ModelSpec
+from mainstem.models.weights import RandomWeights, part_shape
+from mainstem_bench.shapes import CONFIGS, SHAPES
+
+SHARD_BYTES = 4 << 30
+TOKENIZER_FILES = ("token*", "*template*", "vocab*", "merges*", "special_tokens*")
+MODEL_TYPES = {
+    "FalconForCausalLM": "falcon",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "PhiForCausalLM": "phi",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+}
+
+Shape = tuple[int, ...]
+
+
+class TensorNames(RandomWeights):
+    """Notes the name and shape of every tensor that a decoder takes; the tensors have no values."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16, torch.device("cpu"), seed=0)
+        self.shapes: dict[str, Shape] = {}
+
+    def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
+        self.shapes[name] = tuple(shape)
+        size = part_shape(self.shapes[name], at)
+        return torch.empty(size, dtype=torch.bfloat16, device="meta")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser("mainstem bench checkpoint", description=__doc__)
+    made.add_argument("folder", type=Path, metavar="DIR", help="must not exist")
+    made.add_argument("--model-shape", choices=list(CONFIGS), required=True)
+    made.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="of a model; its tokenizer is copied"
+    )
+    add_flag(made, "--seed", positive_count, "number", 1)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    num_bytes = write_checkpoint(args.folder, args.model_shape, args.seed, args.tokenizer)
+    print(f"{args.folder}: {num_bytes:,} bytes of weights")
+    return 0
+
+
+def write_checkpoint(folder: Path, name: str, seed: int = 1, tokenizer: Path | None = None) -> int:
+    """Write the shape of this name to a new folder; returns the bytes of its weights."""
+    config = hf_config(name)
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise ConfigError(f"--tokenizer: {tokenizer} is no folder")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; name a new folder")
+    folder.mkdir(parents=True)
+    shapes = tensor_shapes(SHAPES[name])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_bytes = write_tensors(folder, shapes, RandomWeights(torch.bfloat16, device, seed))
+    if tokenizer is not None:
+        for file in (found for each in TOKENIZER_FILES for found in tokenizer.glob(each)):
+            shutil.copy(file, folder)
+    # last: a folder without it is no model
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return num_bytes
+
+
+def hf_config(name: str) -> dict[str, object]:
+    """Return the fields of config.json that other engines need beside those that we read."""
+    config, architecture = CONFIGS[name], SHAPES[name].architecture
+    if architecture not in MODEL_TYPES:
+        known = ", ".join(sorted(MODEL_TYPES))
+        raise ConfigError(f"--model-shape {name}: {architecture} is not written, only {known}")
+    added = {
+        "model_type": MODEL_TYPES[architecture],
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "initializer_range": 0.02,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return added | config
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Return the shape of each tensor of a checkpoint, by its Hugging Face name."""
+    names = TensorNames()
+    make_decoder(names, spec, ALONE)
+    return names.shapes
+
+
+def write_tensors(folder: Path, shapes: dict[str, Shape], source: RandomWeights) -> int:
+    """Write all tensors in shards, and an index; returns their bytes."""
+    shard: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    total = in_shard = num_shards = 0
+    for number, (name, shape) in enumerate(shapes.items(), 1):
+        shard[name] = source.take(name, shape).cpu()
+        files[name] = f"model-{num_shards:05d}.safetensors"
+        in_shard += shard[name].nbytes
+        if in_shard >= SHARD_BYTES or number == len(shapes):
+            save_file(shard, folder / files[name], metadata={"format": "pt"})
+            total, num_shards = total + in_shard, num_shards + 1
+            shard, in_shard = {}, 0
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total

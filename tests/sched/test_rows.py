@@ -1,0 +1,183 @@
+"""Siblings read one state and keep rows of their own tokens; FakeRunner checks that the state is
+never written, and that rows are exactly the tokens after it."""
+
+import numpy as np
+import pytest
+
+from mainstem.core.config import SchedConfig
+from mainstem.core.events import EventBus, SequencePreempted
+from mainstem.core.ids import RequestId
+from mainstem.core.request import Request, SamplingParams
+from mainstem.core.step import Step
+from mainstem.engine.engine import Engine
+from tests.builders import VOCAB, a_request, an_engine, run_all
+from tests.fakes import FakeRunner, fake_answer
+from tests.runner.steps import num_folds, num_with_rows
+
+PAGE, SHARED = 16, 72  # prompts part in the middle of a page
+
+
+def a_runner(num_states: int, *, can_overlap: bool = True) -> FakeRunner:
+    return FakeRunner(4096, PAGE, VOCAB, can_overlap, num_states, row_slots_per_state=2)
+
+
+def an_engine_with_rows(
+    runner: FakeRunner, num_states: int, num_rows: int = 32, bus: EventBus | None = None
+) -> Engine:
+    config = SchedConfig(chunk_tokens=4096)
+    return an_engine(
+        4096, PAGE, config, runner=runner, num_states=num_states, num_rows=num_rows, bus=bus
+    )
+
+
+def prompts_of_groups(groups: int, each: int, own: tuple[int, int]) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    prompts = []
+    for _ in range(groups):
+        stem = rng.integers(0, VOCAB, SHARED).tolist()
+        for number in range(each):
+            count = int(rng.integers(*own))
+            prompts.append([*stem, number, *rng.integers(0, VOCAB, count).tolist()])
+    rng.shuffle(prompts)
+    return prompts
+
+
+def requests_for(prompts: list[list[int]], max_tokens: int) -> list[Request]:
+    return [a_request(p, max_tokens, name=str(i)) for i, p in enumerate(prompts)]
+
+
+def check_answers(engine: Engine, prompts: list[list[int]], max_tokens: int) -> None:
+    found = run_all(engine, requests_for(prompts, max_tokens))
+    for index, prompt in enumerate(prompts):
+        assert found.tokens[str(index), 0] == fake_answer(prompt, max_tokens, VOCAB)
+
+
+def most_with_rows(steps: list[Step]) -> int:
+    """The most sequences of one step that have rows."""
+    uses = [step.states for step in steps]
+    return max(
+        (int((use.rows >= 0).sum()) for use in uses if use is not None and use.rows is not None),
+        default=0,
+    )
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+def test_siblings_with_few_tokens_of_their_own_keep_rows_and_never_fold(can_overlap: bool) -> None:
+    runner = a_runner(100, can_overlap=can_overlap)
+    engine = an_engine_with_rows(runner, 100)
+    check_answers(engine, prompts_of_groups(8, 8, (5, 20)), 4)
+    assert num_folds(runner.steps) == 0
+    # the first of each group computes the stem
+    assert num_with_rows(runner.steps) == 8 * 7
+
+
+def test_long_answers_fold_once_and_go_on_with_a_state_of_their_own() -> None:
+    runner = a_runner(100)
+    engine = an_engine_with_rows(runner, 100)
+    prompts = prompts_of_groups(2, 4, (5, 25))
+    check_answers(engine, prompts, 70)
+    assert num_folds(runner.steps) == 2 * 3
+    assert most_with_rows(runner.steps[-1:]) == 0
+
+
+def test_more_sequences_with_rows_run_than_there_are_slots_for_states() -> None:
+    """8 slots: one has the shared state, one the first prompt's, six the rows of 12 sequences."""
+    runner = a_runner(8)
+    check_answers(an_engine_with_rows(runner, 8), prompts_of_groups(1, 40, (5, 25)), 4)
+    assert most_with_rows(runner.steps) >= 12
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_tokens", [4, 60])
+def test_few_slots_for_states_lose_no_answer(num_states: int, max_tokens: int) -> None:
+    runner = a_runner(num_states)
+    engine = an_engine_with_rows(runner, num_states, num_rows=16)
+    check_answers(engine, prompts_of_groups(3, 6, (2, 20)), max_tokens)
+
+
+def test_sequences_that_cannot_fold_are_preempted() -> None:
+    """Answers get longer than expected, and all states that are kept are read."""
+    bus, preempted = EventBus(), list[SequencePreempted]()
+    bus.subscribe(SequencePreempted, preempted.append)
+    runner = a_runner(4)
+    engine = an_engine_with_rows(runner, 4, num_rows=16, bus=bus)
+    prompts = [
+        *([*range(SHARED), 90 + i, 1] for i in range(2)),
+        *([*range(10, 10 + SHARED), 80 + i, 1] for i in range(2)),
+    ]
+    check_answers(engine, prompts, 40)
+
+
+def test_answers_to_one_prompt_keep_rows() -> None:
+    runner = a_runner(20)
+    engine, prompt = an_engine_with_rows(runner, 20), list(range(50))
+    sampling = SamplingParams(n=6, temperature=0.0, max_tokens=8)
+    found = run_all(engine, [a_request(prompt, name="r", sampling=sampling)])
+    assert all(found.tokens["r", i] == fake_answer(prompt, 8, VOCAB) for i in range(6))
+    assert most_with_rows(runner.steps) == 5
+
+
+def test_a_state_that_is_wanted_among_the_own_tokens_is_kept_instead_of_rows() -> None:
+    """A session's next turn starts where this one ended, though siblings read the first state."""
+    runner = a_runner(20)
+    engine, stem = an_engine_with_rows(runner, 20), list(range(SHARED))
+    run_all(engine, [a_request([*stem, 90 + i, 1, 2], 4, keep_tokens=SHARED) for i in range(3)])
+    assert most_with_rows(runner.steps) == 2
+    said = [*stem, 80, 1, 2]
+    engine.submit(a_request([*stem, 85, 1, 2], 30))  # a sibling
+    engine.step()
+    run_all(engine, [a_request(said, 4, name="turn", session="s")])
+    said = said + fake_answer(said, 4, VOCAB) + [5, 6, 7]
+    found = run_all(engine, [a_request(said, 4, name="next", session="s")])
+    assert found.tokens["next", 0] == fake_answer(said, 4, VOCAB)
+    assert found.outputs[0].num_cached_tokens >= SHARED + 6
+
+
+def test_a_plan_wants_no_states_but_its_forks() -> None:
+    """The ends of messages are no reason to cut the prompts of a plan."""
+    runner = a_runner(30)
+    engine, stem = an_engine_with_rows(runner, 30), list(range(SHARED))
+    prompts = [[*stem, 30 + i, *range(1, 21)] for i in range(10)]
+    first = engine.expect(np.array([SHARED] * 9 + [0], np.int32))
+    requests = [
+        a_request(prompt, 4, name=str(i), plan_place=first + i) for i, prompt in enumerate(prompts)
+    ]
+    found = run_all(engine, requests)
+    for i, prompt in enumerate(prompts):
+        assert found.tokens[str(i), 0] == fake_answer(prompt, 4, VOCAB)
+    assert most_with_rows(runner.steps) == 9
+
+
+@pytest.mark.parametrize("failing", [2, 3, 5, 9])
+def test_rows_are_forgotten_after_a_failed_step(failing: int) -> None:
+    runner = a_runner(30)
+    engine = an_engine_with_rows(runner, 30, num_rows=16)
+    launched = []
+
+    def fail(step: Step) -> None:
+        launched.append(step)
+        if len(launched) == failing:
+            raise RuntimeError("the device")
+
+    runner.at_launch = fail
+    check_answers(engine, prompts_of_groups(2, 5, (3, 12)), 20)
+
+
+@pytest.mark.parametrize("late", [1, 3])
+def test_aborted_and_stopped_siblings_give_their_rows_back(late: int) -> None:
+    runner = a_runner(30)
+    engine = an_engine_with_rows(runner, 30, num_rows=16)
+    prompts = prompts_of_groups(1, 6, (3, 9))
+    for request in requests_for(prompts, 40):
+        engine.submit(request)
+    for _ in range(2 + late):
+        engine.step()
+        engine.check()
+    for index in range(3):
+        engine.abort(RequestId(str(index)))
+    engine.stop(RequestId("3"), 0)
+    engine.check()
+    run_all(engine, [])
+    assert engine._store.states is not None
+    assert engine._store.states.num_owned == 0
+    check_answers(engine, prompts, 9)
