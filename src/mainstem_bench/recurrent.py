@@ -188,11 +188,11 @@ def check(layer: Layer) -> float:
         state += k[seqs][..., None] * u[:, :, None]
         right = torch.einsum("shk,shkv->shv", q[seqs], state)
         worst = max(worst, _error(layer.out[seqs], right))
-        if layer.rows is not None and layer.segments.rows is not None:
-            counts = layer.segments.rows.counts[seqs].long()
-            worst = max(worst, _error(layer.rows.values[slots, :, counts], u))
         if int(writes[seqs[0]]) >= 0:
             worst = max(worst, _error(layer.matrix[writes[seqs]], state))
+        elif layer.rows is not None and layer.segments.rows is not None:
+            counts = layer.segments.rows.counts[seqs].long()
+            worst = max(worst, _error(layer.rows.values[slots, :, counts], u))
     return worst
 
 
