@@ -10,7 +10,7 @@ request that would wait too long for it starts without it, and the answer serves
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, dropwhile, takewhile
@@ -387,7 +387,7 @@ class _Question:
     """Pages that shared tiers were asked for."""
 
     pages: Sequence[PageKey]  # in chain order
-    states: Mapping[PageKey, PageKey]  # first pieces, and the pages before them
+    states: dict[PageKey, PageKey]  # first pieces, and the pages before them
     asked_s: float
     num_open: int  # tiers that have not answered
     give_up_s: float = float("inf")  # when requests stop waiting for the answer
@@ -409,7 +409,7 @@ class OpenQuestions:
         stack.on_answer = self._note_answer
 
     def ask(
-        self, keys: Sequence[PageKey], states: Mapping[PageKey, PageKey] | None = None
+        self, keys: Sequence[PageKey], states: dict[PageKey, PageKey] | None = None
     ) -> PageKey | None:
         """Ask for the pages of a chain after those that are stored here, and for states of
         recurrent layers: the first piece of each, and the page before it. Returns the key of the
