@@ -527,7 +527,7 @@ def _state_jobs(
     delta = {"GROUP": 3, "K": dim, "V": dim}
     for kernel in (_delta_decode_kernel, _delta_serial_kernel):
         sizes = {**delta, **overlaps, "HEADS": 48, "K_LANES": lanes, "BLOCK_V": 32}
-        sizes["PRECISION"] = dots["PRECISION"]
+        sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
         yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
     solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
@@ -539,7 +539,8 @@ def _state_jobs(
     yield _delta_pass_kernel, passed, factors, tiles
     scan = {"GROUP": 16, "N": dim, "P": 64, "N_LANES": lanes}
     for kernel in (_scan_decode_kernel, _scan_serial_kernel):
-        sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32, "PRECISION": dots["PRECISION"]}
+        sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32}
+        sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
         yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
     sizes = {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size), **no_rows}
