@@ -557,8 +557,8 @@ def _row_jobs(
 ) -> Iterator[tuple[triton.JITFunction, dict[str, object], dict[str, str], dict[str, int]]]:
     """Decodes with rows: of the delta rule and of Mamba-2."""
     for groups, value_dim, nothing in (
-        ({"HEADS": 48, "GROUP": 3, "PART": 3}, 128, ("skip_ptr",)),
-        ({"HEADS": 64, "GROUP": 8, "PART": 4}, 64, ("b_ptr",)),
+        ({"HEADS": 48, "GROUP": 3}, 128, ("skip_ptr",)),
+        ({"HEADS": 64, "GROUP": 8}, 64, ("b_ptr",)),
     ):
         sizes = {
             **groups, **dots, "K": 128, "K_LANES": 128, "V": value_dim, "V_LANES": value_dim,

@@ -41,14 +41,14 @@ from mainstem.kernels.recurrent.segments import Segments, TileList
 
 EPS = tl.constexpr(1e-6)
 FOLDED = tl.constexpr(32)  # rows that are added to a state at a time
-ROWS = 16  # that are multiplied at a time
-MAX_PART = 1  # heads of one program
+ROWS = 4  # that a program reads at a time
 COLUMNS = 64  # of a state in one program
+# the best of ten to twenty settings each on an H200, heads of 128; see docs/log/gpu.md
 BASE_PROGRAMS = 528
 GATE_PROGRAMS = 132
 WRITER_PROGRAMS = 1056
 BASE_OPTIONS = {"num_warps": 4, "num_stages": 2}
-ROW_OPTIONS = {"num_warps": 1, "num_stages": 3}
+ROW_OPTIONS = {"num_warps": 1, "num_stages": 1}
 WRITER_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
@@ -190,17 +190,17 @@ def _row_kernel(
     stride_q, stride_k, stride_v, stride_out, stride_keys, stride_values, stride_sums, room, plane,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_LANES: tl.constexpr, V_LANES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    PART: tl.constexpr, OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence and PART heads that have one key head. Without b_ptr: Mamba-2. When
-    it begins, the kernel before the last one has ended: rows, queries and keys are there."""
-    first_head, seq = tl.program_id(0) * PART, tl.program_id(1)
+    """One program per sequence and head. Without b_ptr: Mamba-2. When it begins, the kernel before
+    the previous one has ended: rows, queries and keys are there."""
+    head, seq = tl.program_id(0), tl.program_id(1)
     let_in(OVERLAPS)
     slot = tl.load(row_slots_ptr + seq).to(tl.int64)
     if (slot >= 0) & (tl.load(writes_ptr + seq) < 0):
         count = tl.load(counts_ptr + seq)
         token = seq.to(tl.int64)
-        key_head = first_head // GROUP
+        key_head = head // GROUP
         dims, columns = tl.arange(0, K_LANES), tl.arange(0, V_LANES)
         is_dim, is_column = dims < K, columns < V
         key_cells = key_head * K + dims
@@ -211,35 +211,32 @@ def _row_kernel(
             k = k.to(tl.float32)
         keys_ptr += slot * stride_keys + key_head * room * K
         norm_ptrs = norms_ptr + (token * (HEADS // GROUP) + key_head) * 4
-        for part in tl.static_range(PART):
-            head = first_head + part
-            head_values_ptr = values_ptr + slot * stride_values + head * room * V
-            of_query, of_key = _of_rows(
-                q, k, keys_ptr, head_values_ptr, sums_ptr + slot * stride_sums + head * room,
-                count, dims, columns, K, V, BLOCK_ROWS, b_ptr is not None,
-            )  # fmt: skip
-            if part == 0:
-                wait_alone(OVERLAPS)
-            gate_ptrs = gates_ptr + (token * HEADS + head) * 4
-            decay, decay_of_base = tl.load(gate_ptrs), tl.load(gate_ptrs + 1)
-            of_base_ptrs = of_base_ptr + (token * HEADS + head) * V + columns
-            of_base = tl.load(of_base_ptrs, mask=is_column, other=0.0)
-            of_query = of_query * decay + of_base * decay_of_base
-            v_ptrs = v_ptr + token * stride_v + head * V + columns
-            v = tl.load(v_ptrs, mask=is_column, other=0.0).to(tl.float32)
-            out = of_query * tl.load(norm_ptrs)
-            u = v
-            if b_ptr is None:
-                out += tl.load(skip_ptr + head) * v
-            else:
-                of_base = tl.load(of_base_ptrs + plane, mask=is_column, other=0.0)
-                u -= (of_key * decay + of_base * decay_of_base) * tl.load(norm_ptrs + 1)
-            u *= tl.load(gate_ptrs + 2)
-            out += tl.load(norm_ptrs + 2) * u
-            out_ptrs = out_ptr + token * stride_out + head * V + columns
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
-            new = u.to(values_ptr.dtype.element_ty)
-            tl.store(head_values_ptr + count * V + columns, new, mask=is_column)
+        head_values_ptr = values_ptr + slot * stride_values + head * room * V
+        of_query, of_key = _of_rows(
+            q, k, keys_ptr, head_values_ptr, sums_ptr + slot * stride_sums + head * room,
+            count, dims, columns, K, V, BLOCK_ROWS, b_ptr is not None,
+        )  # fmt: skip
+        wait_alone(OVERLAPS)
+        gate_ptrs = gates_ptr + (token * HEADS + head) * 4
+        decay, decay_of_base = tl.load(gate_ptrs), tl.load(gate_ptrs + 1)
+        of_base_ptrs = of_base_ptr + (token * HEADS + head) * V + columns
+        of_base = tl.load(of_base_ptrs, mask=is_column, other=0.0)
+        of_query = of_query * decay + of_base * decay_of_base
+        v_ptrs = v_ptr + token * stride_v + head * V + columns
+        v = tl.load(v_ptrs, mask=is_column, other=0.0).to(tl.float32)
+        out = of_query * tl.load(norm_ptrs)
+        u = v
+        if b_ptr is None:
+            out += tl.load(skip_ptr + head) * v
+        else:
+            of_base = tl.load(of_base_ptrs + plane, mask=is_column, other=0.0)
+            u -= (of_key * decay + of_base * decay_of_base) * tl.load(norm_ptrs + 1)
+        u *= tl.load(gate_ptrs + 2)
+        out += tl.load(norm_ptrs + 2) * u
+        out_ptrs = out_ptr + token * stride_out + head * V + columns
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
+        new = u.to(values_ptr.dtype.element_ty)
+        tl.store(head_values_ptr + count * V + columns, new, mask=is_column)
     else:
         wait_alone(OVERLAPS)
 
@@ -317,13 +314,12 @@ def decode_with_rows(
         KEY_HEAD_LANES=next_power_of_2(key_heads), PRECISION=precision, **sizes,
         **BASE_OPTIONS,
     )  # fmt: skip
-    part = max(size for size in range(1, MAX_PART + 1) if heads // key_heads % size == 0)
-    _row_kernel[(heads // part, num_decodes)](
+    _row_kernel[(heads, num_decodes)](
         q, k, v, b, inputs.skip, of_base, gates, norms, out,
         *rows[1:], use.slots, use.counts, segments.writes,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         *_strides(rows), rows.sums.shape[2], of_base.stride(0),
-        V_LANES=lanes_of(value_dim), BLOCK_ROWS=ROWS, PART=part, **sizes, **ROW_OPTIONS,
+        V_LANES=lanes_of(value_dim), BLOCK_ROWS=ROWS, **sizes, **ROW_OPTIONS,
     )  # fmt: skip
 
 
