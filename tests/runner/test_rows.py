@@ -17,12 +17,13 @@ from transformers import (
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
 from mainstem.core.request import SamplingParams
-from mainstem.core.step import Runner, Step
+from mainstem.core.step import Runner, StateUse, Step
 from mainstem.engine.build import build_engine, load_folder
 from mainstem.engine.engine import Engine
 from mainstem.models.families import spec_from_config
 from mainstem.runner import states
 from mainstem.runner.cpu import CpuRunner
+from mainstem.runner.recurrence import DecodeStates
 from mainstem.runner.states import rows_that_fit
 from tests.builders import Collector, a_request, run_all
 from tests.families.test_mamba import GRANITE, MAMBA
@@ -171,3 +172,30 @@ def test_convolutions_without_a_matrix_have_no_rows(tmp_path: Path) -> None:
     runner.close()
     assert facts.num_states > 0
     assert facts.row_slots_per_state == 0
+
+
+def test_graphs_have_the_rows_of_their_step() -> None:
+    """Padding has none, and those of the step before are gone."""
+    slots, numbers = DecodeStates(8, 24, torch.device("cpu")), np.arange(4, dtype=np.int32)
+    parts = np.array(
+        [
+            [(6, 4, 2), (1, 0, 3), (-1, -1, -1), (3, 5, 3)],
+            [(2, -1, 9), (4, 0, 15), (-1, 5, 7), (3, 5, 3)],  # one row, one fold
+        ],
+        np.int32,
+    )
+    for (rows, counts, writes, reads), num_members, num_groups in zip(
+        parts, (3, 1), (2, 1), strict=True
+    ):
+        use = StateUse(reads, numbers, writes, numbers, rows, counts)
+        step = type("OnlyStates", (), {"states": use})()
+        slots.send(step, 4)
+        found = slots.segments(4, has_rows=True).rows
+        assert found is not None
+        assert found.slots[:4].tolist() == [*rows, -1]
+        assert found.counts[:4].tolist() == [*counts, 0]
+        assert found.sizes[:2].tolist() == [num_groups, 4 - num_members]
+        of_members = reads[found.members[:num_members].numpy()].tolist()
+        assert of_members == sorted(of_members)
+        assert int(found.group_starts[num_groups]) == num_members
+    assert slots.segments(4).rows is None
