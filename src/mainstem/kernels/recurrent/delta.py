@@ -46,11 +46,13 @@ from mainstem.kernels.recurrent.blocks import (
 from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments, TileList
 from mainstem.kernels.recurrent.siblings import (
+    WRITER_OPTIONS,
     DecodeInputs,
     KernelRows,
     after_rows,
     decode_with_rows,
     state_precision,
+    writer_grid,
 )
 
 DECODE_COLUMNS = 32
@@ -426,14 +428,13 @@ def delta_rule(
     num_writers = segments.num_decodes if use is None else use.num_writers
     if num_writers:
         blocks, kept = heads * cdiv(value_dim, block), KernelRows.of_writers(use, rows)
-        grid = (
-            (blocks, num_writers) if use is None else (min(blocks * num_writers, WRITER_PROGRAMS),)
-        )
+        grid = writer_grid(use, blocks, num_writers)
         _delta_decode_kernel[grid](
             q, k, v, a, b, a_log, dt_bias, matrix, out, segments.writes, segments.reads,
             None if use is None else use.writers, None if use is None else use.sizes,
             *kept[:5], *strides, *kept[5:], key_dim**-0.5, HEADS=heads,
             PRECISION=state_precision(v), **options,
+            **({} if use is None else WRITER_OPTIONS),
         )  # fmt: skip
     if segments.tiles is not None:
         _run_tiles((q, k, v, a, b), (a_log, dt_bias), segments, segments.tiles, matrix, out, rows)

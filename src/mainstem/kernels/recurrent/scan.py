@@ -40,11 +40,13 @@ from mainstem.kernels.recurrent.blocks import (
 from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments
 from mainstem.kernels.recurrent.siblings import (
+    WRITER_OPTIONS,
     DecodeInputs,
     KernelRows,
     after_rows,
     decode_with_rows,
     state_precision,
+    writer_grid,
 )
 
 DECODE_COLUMNS = 32
@@ -307,14 +309,13 @@ def mamba_scan(
     num_writers = decodes if use is None else use.num_writers
     if num_writers:
         blocks, kept = heads * cdiv(head_dim, block), KernelRows.of_writers(use, rows)
-        grid = (
-            (blocks, num_writers) if use is None else (min(blocks * num_writers, WRITER_PROGRAMS),)
-        )
+        grid = writer_grid(use, blocks, num_writers)
         _scan_decode_kernel[grid](
             x, b, c, dt, a_log, dt_bias, d, matrix, out, segments.writes, segments.reads,
             None if use is None else use.writers, None if use is None else use.sizes,
             *kept[:5], *strides, *kept[5:], *limits, HEADS=heads, BLOCK_P=block,
             PRECISION=state_precision(x), **common,
+            **({} if use is None else WRITER_OPTIONS),
         )  # fmt: skip
     tiles = segments.tiles
     if tiles is not None:

@@ -51,6 +51,7 @@ GATE_PROGRAMS = 132
 WRITER_PROGRAMS = 1056
 BASE_OPTIONS = {"num_warps": 4, "num_stages": 2}
 ROW_OPTIONS = {"num_warps": 1, "num_stages": 3}
+WRITER_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
