@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,12 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig, Share
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Runner, StateUse, Step
 from mainstem.engine.build import build_engine, load_folder
 from mainstem.engine.engine import Engine
 from mainstem.models.families import spec_from_config
-from mainstem.runner import states
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.recurrence import DecodeStates
 from mainstem.runner.states import rows_that_fit
@@ -60,6 +60,7 @@ def an_engine(
     kv_tokens: int = 2000,
     chunk_tokens: int = 512,
     num_states: int = 30,
+    share: Share = Share.READS,
 ) -> Iterator[Engine]:
     """Appends the steps that run. States and rows begin as NaN."""
 
@@ -73,7 +74,7 @@ def an_engine(
     config = EngineConfig(
         model=ModelConfig(dtype=DType.FP32),
         cache=CacheConfig(page_size=PAGE, kv_tokens=kv_tokens, states=num_states),
-        sched=SchedConfig(chunk_tokens=chunk_tokens),
+        sched=SchedConfig(chunk_tokens=chunk_tokens, share=share),
     )
     engine = build_engine(folder, config, around=watch)
     try:
@@ -102,24 +103,21 @@ def logprobs_of(found: Collector, number: int) -> list[float]:
     return [record.logprob for output in own for record in output.logprobs]
 
 
-def test_siblings_answer_as_alone_without_rows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All at once, with prompts in chunks, with pages for one sequence, with few states."""
+def test_siblings_answer_as_alone_without_rows(folder: Path) -> None:
+    """All at once, with prompts in chunks, with pages for one sequence, with few states, and
+    without rows."""
     alone = list[Collector]()
-    with monkeypatch.context() as patch:
-        patch.setattr(states, "MOST_ROWS", 0)
-        for number, prompt in enumerate(prompts()):
-            steps = list[Step]()
-            with an_engine(folder, steps) as engine:
-                alone.append(answers(engine, [prompt], number))
-            assert num_with_rows(steps) == 0
-    ways = [
+    for number, prompt in enumerate(prompts()):
+        steps = list[Step]()
+        with an_engine(folder, steps, share=Share.STORAGE) as engine:
+            alone.append(answers(engine, [prompt], number))
+    ways: list[tuple[dict[str, Any], int]] = [
         ({}, 5),
         ({"chunk_tokens": 7}, 1),
         ({"kv_tokens": STEM + max(OWN_TOKENS) + ANSWER + PAGE}, 0),
         ({"num_states": 3}, 0),
         ({"num_states": 6}, 1),
+        ({"share": Share.STORAGE}, 0),
     ]
     for settings, least in ways:
         steps = []
@@ -132,6 +130,7 @@ def test_siblings_answer_as_alone_without_rows(
                     far = np.subtract(logprobs_of(found, number), logprobs_of(expected, number))
                     assert np.abs(far).max() < TOLERANCE, (settings, number)
         assert num_with_rows(steps) >= least, settings
+    assert num_with_rows(steps) == 0, "states are read together, and must not be"
 
 
 def test_answers_to_one_prompt_are_alike(folder: Path) -> None:

@@ -17,7 +17,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.states import pages_per_state, rows_that_fit
+from mainstem.runner.states import pages_per_state, rows_for
 from mainstem.runner.weights import CpuParts, LoadFacts, RunnerWeights
 
 _MAX_AUTO_TOKENS = 262_144
@@ -78,7 +78,7 @@ def load_cpu_runner(
     )
     cache.check_fits(ranks.shard.of * (kv.num_bytes + state_memory), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
-    rows = rows_that_fit(part, dtype, torch.float32, page_bytes)
+    rows = rows_for(config, part, dtype, torch.float32, page_bytes)
     facts = facts.with_states(num_states, per_state, rows.per_state, rows.num_rows)
     pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
     runner = CpuRunner(decoder, pages, context, num_states=num_states, rows=rows)
