@@ -527,7 +527,7 @@ def _state_jobs(
     delta = {"GROUP": 3, "K": dim, "V": dim}
     for kernel in (_delta_decode_kernel, _delta_serial_kernel):
         sizes = {**delta, **overlaps, "HEADS": 48, "K_LANES": lanes, "BLOCK_V": 32}
-        sizes["PRECISION"] = dots["PRECISION"]
+        sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
         yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
     solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
@@ -539,7 +539,8 @@ def _state_jobs(
     yield _delta_pass_kernel, passed, factors, tiles
     scan = {"GROUP": 16, "N": dim, "P": 64, "N_LANES": lanes}
     for kernel in (_scan_decode_kernel, _scan_serial_kernel):
-        sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32, "PRECISION": dots["PRECISION"]}
+        sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32}
+        sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
         yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
     sizes = {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size), **no_rows}
@@ -556,8 +557,8 @@ def _row_jobs(
 ) -> Iterator[tuple[triton.JITFunction, dict[str, object], dict[str, str], dict[str, int]]]:
     """Decodes with rows: of the delta rule and of Mamba-2."""
     for groups, value_dim, nothing in (
-        ({"HEADS": 48, "GROUP": 3, "PART": 3}, 128, ("skip_ptr",)),
-        ({"HEADS": 64, "GROUP": 8, "PART": 4}, 64, ("b_ptr",)),
+        ({"HEADS": 48, "GROUP": 3}, 128, ("skip_ptr",)),
+        ({"HEADS": 64, "GROUP": 8}, 64, ("b_ptr",)),
     ):
         sizes = {
             **groups, **dots, "K": 128, "K_LANES": 128, "V": value_dim, "V_LANES": value_dim,

@@ -118,10 +118,10 @@ def test_a_graph_gives_what_a_step_gives(name: str, operation: str) -> None:
     parts = (*parts, Part((1,), 12, (12,)))
     right = CASES[operation](a_step(*parts, num_decodes=num_decodes + 1))
     right = with_rows(right, Shape(), ROOM)
-    args = {
-        key: torch.cat((value, value[:2])) if len_of(value) == num_decodes + 1 else value
-        for key, value in right.args.items()
-    }
+    args = dict(right.args)
+    for key, value in right.args.items():
+        if isinstance(value, torch.Tensor) and len(value) == num_decodes + 1:
+            args[key] = torch.cat((value, value[:2]))
     args["segments"] = graph_step(*parts, padding=2)
     padded = replace(right, args=args, out_shape=(num_decodes + 3, *right.out_shape[1:]))
     for found, wanted in zip(padded.run_rows(KERNELS), right.run_rows(KERNELS), strict=True):
@@ -133,10 +133,6 @@ def test_a_graph_gives_what_a_step_gives(name: str, operation: str) -> None:
             assert isinstance(found, torch.Tensor)
             assert isinstance(wanted, torch.Tensor)
             assert_same(found[: num_decodes + 1], wanted[: num_decodes + 1])
-
-
-def len_of(value: object) -> int:
-    return len(value) if isinstance(value, torch.Tensor) else 0
 
 
 def test_the_error_names_refused_rows() -> None:

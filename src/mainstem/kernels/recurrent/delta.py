@@ -49,9 +49,8 @@ from mainstem.kernels.recurrent.siblings import (
     WRITER_OPTIONS,
     DecodeInputs,
     KernelRows,
-    after_rows,
     decode_with_rows,
-    state_precision,
+    sum_of_rows,
     writer_grid,
 )
 
@@ -97,19 +96,23 @@ def _delta_decode(
     stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
     stride_keys, stride_values, stride_sums, room, scale,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute columns of a head for one decode that writes a state."""
     slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
     cells = head * K * V + dims[:, None] * V + columns[None, :]
     is_cell = (dims < K)[:, None] & (columns < V)[None, :]
-    state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
-    if row_slots_ptr is not None:
+    if row_slots_ptr is None:
+        state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    else:
         row_slot, count = tl.load(row_slots_ptr + seq), tl.load(counts_ptr + seq)
+        decay, added = 1.0, tl.zeros([dims.shape[0], columns.shape[0]], tl.float32)
         if (row_slot >= 0) & (count > 0):
-            state = after_rows(
-                state, keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
-                stride_keys, stride_values, stride_sums, room, GROUP, K, V, PRECISION,
+            decay, added = sum_of_rows(
+                keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
+                stride_keys, stride_values, stride_sums, room, GROUP, K, V, PRECISION, UPCAST,
             )  # fmt: skip
+        state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot) * decay + added
     state = _delta_token(
         state, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, out_ptr, seq.to(tl.int64),
         head, dims, columns,
@@ -126,7 +129,8 @@ def _delta_decode_kernel(
     stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
     stride_keys, stride_values, stride_sums, room, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_LANES: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    K_LANES: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence, head and BLOCK_V columns of its state; or with a list of sequences
     (RowUse.writers), of which a program takes some columns of one, then of another."""
@@ -141,7 +145,7 @@ def _delta_decode_kernel(
             q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, matrix_ptr, out_ptr,
             writes_ptr, reads_ptr, None, None, None, None, None, seq, head, dims, columns,
             stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, 0, 0, 0, 0,
-            scale, GROUP, K, V, PRECISION,
+            scale, GROUP, K, V, PRECISION, UPCAST,
         )  # fmt: skip
     else:
         wait_for_ahead(OVERLAPS)
@@ -155,7 +159,8 @@ def _delta_decode_kernel(
                 writes_ptr, reads_ptr, keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
                 seq, head, dims, columns,
                 stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out,
-                stride_keys, stride_values, stride_sums, room, scale, GROUP, K, V, PRECISION,
+                stride_keys, stride_values, stride_sums, room, scale, GROUP, K, V,
+                PRECISION, UPCAST,
             )  # fmt: skip
 
 
@@ -433,7 +438,7 @@ def delta_rule(
             q, k, v, a, b, a_log, dt_bias, matrix, out, segments.writes, segments.reads,
             None if use is None else use.writers, None if use is None else use.sizes,
             *kept[:5], *strides, *kept[5:], key_dim**-0.5, HEADS=heads,
-            PRECISION=state_precision(v), **options,
+            **dot_options(v, key_dim, value_dim), **options,
             **({} if use is None else WRITER_OPTIONS),
         )  # fmt: skip
     if segments.tiles is not None:

@@ -43,9 +43,8 @@ from mainstem.kernels.recurrent.siblings import (
     WRITER_OPTIONS,
     DecodeInputs,
     KernelRows,
-    after_rows,
     decode_with_rows,
-    state_precision,
+    sum_of_rows,
     writer_grid,
 )
 
@@ -86,19 +85,23 @@ def _scan_decode(
     stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
     stride_keys, stride_values, stride_sums, room, least, most,
     GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute columns of a head for one decode that writes a state."""
     slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
     cells = head * N * P + dims[:, None] * P + columns[None, :]
     is_cell = (dims < N)[:, None] & (columns < P)[None, :]
-    state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
-    if row_slots_ptr is not None:
+    if row_slots_ptr is None:
+        state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    else:
         row_slot, count = tl.load(row_slots_ptr + seq), tl.load(counts_ptr + seq)
+        decay, added = 1.0, tl.zeros([dims.shape[0], columns.shape[0]], tl.float32)
         if (row_slot >= 0) & (count > 0):
-            state = after_rows(
-                state, keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
-                stride_keys, stride_values, stride_sums, room, GROUP, N, P, PRECISION,
+            decay, added = sum_of_rows(
+                keys_ptr, values_ptr, sums_ptr, row_slot, count, head, dims, columns,
+                stride_keys, stride_values, stride_sums, room, GROUP, N, P, PRECISION, UPCAST,
             )  # fmt: skip
+        state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot) * decay + added
     state = _scan_token(
         state, x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, out_ptr, seq.to(tl.int64),
         head, dims, columns,
@@ -115,7 +118,8 @@ def _scan_decode_kernel(
     stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
     stride_keys, stride_values, stride_sums, room, least, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    N_LANES: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    N_LANES: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence, head and BLOCK_P columns of its state; or with a list of sequences
     (RowUse.writers), of which a program takes some columns of one, then of another."""
@@ -131,7 +135,7 @@ def _scan_decode_kernel(
             x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, matrix_ptr, out_ptr,
             writes_ptr, reads_ptr, None, None, None, None, None, seq, head, dims, columns,
             stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, 0, 0, 0, 0,
-            least, most, GROUP, N, P, PRECISION,
+            least, most, GROUP, N, P, PRECISION, UPCAST,
         )  # fmt: skip
     else:
         wait_for_ahead(OVERLAPS)
@@ -146,7 +150,8 @@ def _scan_decode_kernel(
                 writes_ptr, reads_ptr, keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr,
                 seq, head, dims, columns,
                 stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out,
-                stride_keys, stride_values, stride_sums, room, least, most, GROUP, N, P, PRECISION,
+                stride_keys, stride_values, stride_sums, room, least, most, GROUP, N, P,
+                PRECISION, UPCAST,
             )  # fmt: skip
 
 
@@ -314,7 +319,7 @@ def mamba_scan(
             x, b, c, dt, a_log, dt_bias, d, matrix, out, segments.writes, segments.reads,
             None if use is None else use.writers, None if use is None else use.sizes,
             *kept[:5], *strides, *kept[5:], *limits, HEADS=heads, BLOCK_P=block,
-            PRECISION=state_precision(x), **common,
+            **dot_options(x, state_dim, head_dim), **common,
             **({} if use is None else WRITER_OPTIONS),
         )  # fmt: skip
     tiles = segments.tiles

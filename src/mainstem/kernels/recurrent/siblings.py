@@ -14,7 +14,7 @@ their queries and keys; some of its programs compute gates and norms. The second
 own rows, and appends one. It begins while the first still runs, and waits for it after its rows.
 The programs of the first take what there is to do in turn: in a CUDA graph only the device knows
 how much that is. Sequences that write a state are computed as those without rows are, from the sum
-of base and rows (`after_rows`).
+of base and rows (`sum_of_rows`).
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import let_in, overlap_options, wait_alone
 from mainstem.kernels.recurrent.blocks import (
-    dot_options,
     lanes_of,
     log_decay,
     product,
@@ -41,16 +40,15 @@ from mainstem.kernels.recurrent.rows import ROOM_STEP, SIBLINGS, LayerRows, RowU
 from mainstem.kernels.recurrent.segments import Segments, TileList
 
 EPS = tl.constexpr(1e-6)
-VECTORS = tl.constexpr(16)  # rows of a product: the query, the key if needed, and padding
 FOLDED = tl.constexpr(32)  # rows that are added to a state at a time
-ROWS = 16  # that are multiplied at a time
-MAX_PART = 4  # heads of one program
+ROWS = 4  # that a program reads at a time
 COLUMNS = 64  # of a state in one program
+# the best of ten to twenty settings each on an H200, heads of 128; see docs/log/gpu.md
 BASE_PROGRAMS = 528
 GATE_PROGRAMS = 132
 WRITER_PROGRAMS = 1056
 BASE_OPTIONS = {"num_warps": 4, "num_stages": 2}
-ROW_OPTIONS = {"num_warps": 1, "num_stages": 3}
+ROW_OPTIONS = {"num_warps": 1, "num_stages": 1}
 WRITER_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
@@ -161,33 +159,28 @@ def _base_kernel(
 
 
 @triton.jit
-def _row_of(x, which):
-    """Row `which` of x [VECTORS, columns]."""
-    ids = tl.arange(0, VECTORS)
-    return tl.sum(tl.where((ids == which)[:, None], x, 0.0), 0)
-
-
-@triton.jit
 def _of_rows(
-    vectors, keys_ptr, values_ptr, sums_ptr, count, dims, columns,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    q, k, keys_ptr, values_ptr, sums_ptr, count, dims, columns,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """The products of vectors [VECTORS, dims] with the sum of a head's rows after the last one."""
-    element = keys_ptr.dtype.element_ty
+    """The products of a query and a key with the sum of a head's rows after the last one. They are
+    no matrix products: of their 16 rows two would be used, and moved between threads."""
     last = tl.load(sums_ptr + tl.maximum(count - 1, 0), mask=count > 0, other=0.0)
-    found = tl.zeros([vectors.shape[0], columns.shape[0]], tl.float32)
+    of_query = tl.zeros([columns.shape[0]], tl.float32)
+    of_key = of_query
     for first in range(0, count, BLOCK_ROWS):
         rows = first + tl.arange(0, BLOCK_ROWS)
         is_row = rows < count
-        keys = rows_of(keys_ptr, rows, is_row, dims, K, K)
-        values = rows_of(values_ptr, rows, is_row, columns, V, V)
+        keys = rows_of(keys_ptr, rows, is_row, dims, K, K).to(tl.float32)
+        values = rows_of(values_ptr, rows, is_row, columns, V, V).to(tl.float32)
         sums = tl.load(sums_ptr + rows, mask=is_row, other=0.0)
         weights = tl.where(is_row, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
-        scores = product(vectors, tl.trans(keys), element, PRECISION, UPCAST)
-        scores = scores * weights[None, :]
-        found += product(scores, values, element, PRECISION, UPCAST)
-    return found
+        scores = tl.sum(keys * q[None, :], 1) * weights
+        of_query += tl.sum(values * scores[:, None], 0)
+        if HAS_KEY:
+            scores = tl.sum(keys * k[None, :], 1) * weights
+            of_key += tl.sum(values * scores[:, None], 0)
+    return of_query, of_key
 
 
 @triton.jit
@@ -197,68 +190,66 @@ def _row_kernel(
     stride_q, stride_k, stride_v, stride_out, stride_keys, stride_values, stride_sums, room, plane,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_LANES: tl.constexpr, V_LANES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence and PART heads that have one key head. Without b_ptr: Mamba-2. When
-    it begins, the kernel before the last one has ended: rows, queries and keys are there."""
-    first_head, seq = tl.program_id(0) * PART, tl.program_id(1)
+    """One program per sequence and head. Without b_ptr: Mamba-2. When it begins, the kernel before
+    the previous one has ended: rows, queries and keys are there."""
+    head, seq = tl.program_id(0), tl.program_id(1)
     let_in(OVERLAPS)
     slot = tl.load(row_slots_ptr + seq).to(tl.int64)
     if (slot >= 0) & (tl.load(writes_ptr + seq) < 0):
         count = tl.load(counts_ptr + seq)
         token = seq.to(tl.int64)
-        key_head = first_head // GROUP
-        ids, dims, columns = tl.arange(0, VECTORS), tl.arange(0, K_LANES), tl.arange(0, V_LANES)
+        key_head = head // GROUP
+        dims, columns = tl.arange(0, K_LANES), tl.arange(0, V_LANES)
         is_dim, is_column = dims < K, columns < V
-        q = tl.load(q_ptr + token * stride_q + key_head * K + dims, mask=is_dim, other=0.0)
-        vectors = tl.where((ids == 0)[:, None], q.to(tl.float32)[None, :], 0.0)
+        key_cells = key_head * K + dims
+        q = tl.load(q_ptr + token * stride_q + key_cells, mask=is_dim, other=0.0).to(tl.float32)
+        k = q
         if b_ptr is not None:
-            k = tl.load(k_ptr + token * stride_k + key_head * K + dims, mask=is_dim, other=0.0)
-            vectors = tl.where((ids == 1)[:, None], k.to(tl.float32)[None, :], vectors)
+            k = tl.load(k_ptr + token * stride_k + key_cells, mask=is_dim, other=0.0)
+            k = k.to(tl.float32)
         keys_ptr += slot * stride_keys + key_head * room * K
         norm_ptrs = norms_ptr + (token * (HEADS // GROUP) + key_head) * 4
-        for part in tl.static_range(PART):
-            head = first_head + part
-            head_values_ptr = values_ptr + slot * stride_values + head * room * V
-            found = _of_rows(
-                vectors, keys_ptr, head_values_ptr,
-                sums_ptr + slot * stride_sums + head * room, count, dims, columns,
-                K, V, BLOCK_ROWS, PRECISION, UPCAST,
-            )  # fmt: skip
-            if part == 0:
-                wait_alone(OVERLAPS)
-            gate_ptrs = gates_ptr + (token * HEADS + head) * 4
-            decay, decay_of_base = tl.load(gate_ptrs), tl.load(gate_ptrs + 1)
-            of_base_ptrs = of_base_ptr + (token * HEADS + head) * V + columns
-            of_query = tl.load(of_base_ptrs, mask=is_column, other=0.0) * decay_of_base
-            of_query += _row_of(found, 0) * decay
-            v_ptrs = v_ptr + token * stride_v + head * V + columns
-            v = tl.load(v_ptrs, mask=is_column, other=0.0).to(tl.float32)
-            out = of_query * tl.load(norm_ptrs)
-            u = v
-            if b_ptr is None:
-                out += tl.load(skip_ptr + head) * v
-            else:
-                of_key = tl.load(of_base_ptrs + plane, mask=is_column, other=0.0) * decay_of_base
-                of_key += _row_of(found, 1) * decay
-                u -= of_key * tl.load(norm_ptrs + 1)
-            u *= tl.load(gate_ptrs + 2)
-            out += tl.load(norm_ptrs + 2) * u
-            out_ptrs = out_ptr + token * stride_out + head * V + columns
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
-            new = u.to(values_ptr.dtype.element_ty)
-            tl.store(head_values_ptr + count * V + columns, new, mask=is_column)
+        head_values_ptr = values_ptr + slot * stride_values + head * room * V
+        of_query, of_key = _of_rows(
+            q, k, keys_ptr, head_values_ptr, sums_ptr + slot * stride_sums + head * room,
+            count, dims, columns, K, V, BLOCK_ROWS, b_ptr is not None,
+        )  # fmt: skip
+        wait_alone(OVERLAPS)
+        gate_ptrs = gates_ptr + (token * HEADS + head) * 4
+        decay, decay_of_base = tl.load(gate_ptrs), tl.load(gate_ptrs + 1)
+        of_base_ptrs = of_base_ptr + (token * HEADS + head) * V + columns
+        of_base = tl.load(of_base_ptrs, mask=is_column, other=0.0)
+        of_query = of_query * decay + of_base * decay_of_base
+        v_ptrs = v_ptr + token * stride_v + head * V + columns
+        v = tl.load(v_ptrs, mask=is_column, other=0.0).to(tl.float32)
+        out = of_query * tl.load(norm_ptrs)
+        u = v
+        if b_ptr is None:
+            out += tl.load(skip_ptr + head) * v
+        else:
+            of_base = tl.load(of_base_ptrs + plane, mask=is_column, other=0.0)
+            u -= (of_key * decay + of_base * decay_of_base) * tl.load(norm_ptrs + 1)
+        u *= tl.load(gate_ptrs + 2)
+        out += tl.load(norm_ptrs + 2) * u
+        out_ptrs = out_ptr + token * stride_out + head * V + columns
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
+        new = u.to(values_ptr.dtype.element_ty)
+        tl.store(head_values_ptr + count * V + columns, new, mask=is_column)
     else:
         wait_alone(OVERLAPS)
 
 
 @triton.jit
-def after_rows(
-    state, keys_ptr, values_ptr, sums_ptr, slot, count, head, dims, columns,
+def sum_of_rows(
+    keys_ptr, values_ptr, sums_ptr, slot, count, head, dims, columns,
     stride_keys, stride_values, stride_sums, room,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a head's state [dims, columns] after `count` rows of a slot."""
+    """The decay of a head's base after `count` rows of a slot, and columns of what the rows add to
+    it [dims, columns]."""
     slot = slot.to(tl.int64)
     keys_ptr += slot * stride_keys + (head // GROUP) * room * K
     values_ptr += slot * stride_values + head * room * V
@@ -272,8 +263,8 @@ def after_rows(
         values = rows_of(values_ptr, rows, is_row, columns, V, V).to(tl.float32)
         sums = tl.load(sums_ptr + rows, mask=is_row, other=0.0)
         values = values * tl.where(is_row, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)[:, None]
-        added += product(tl.trans(keys), values, tl.float32, PRECISION, False)
-    return state * tl.exp(last) + added
+        added += product(tl.trans(keys), values, keys_ptr.dtype.element_ty, PRECISION, UPCAST)
+    return tl.exp(last), added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -310,6 +301,7 @@ def decode_with_rows(
     }  # fmt: skip
     columns = min(lanes_of(value_dim), COLUMNS)
     items = use.num_groups * heads * cdiv(value_dim, columns)
+    precision = "ieee" if v.dtype == torch.float32 else "tf32"
     gate_programs = min(GATE_PROGRAMS, num_decodes)
     stride_b = 0 if b is None else b.stride(0)
     _base_kernel[(gate_programs + min(items, BASE_PROGRAMS),)](
@@ -319,27 +311,20 @@ def decode_with_rows(
         q.stride(0), k.stride(0), a.stride(0), stride_b, matrix.stride(0), rows.keys.stride(0),
         rows.sums.stride(0), rows.sums.shape[2], of_base.stride(0), key_dim**-0.5, *inputs.limits,
         BLOCK_V=columns, MEMBERS=SIBLINGS, GATES=gate_programs, HEAD_LANES=next_power_of_2(heads),
-        KEY_HEAD_LANES=next_power_of_2(key_heads), PRECISION=state_precision(v), **sizes,
+        KEY_HEAD_LANES=next_power_of_2(key_heads), PRECISION=precision, **sizes,
         **BASE_OPTIONS,
     )  # fmt: skip
-    part = max(size for size in range(1, MAX_PART + 1) if heads // key_heads % size == 0)
-    _row_kernel[(heads // part, num_decodes)](
+    _row_kernel[(heads, num_decodes)](
         q, k, v, b, inputs.skip, of_base, gates, norms, out,
         *rows[1:], use.slots, use.counts, segments.writes,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         *_strides(rows), rows.sums.shape[2], of_base.stride(0),
-        V_LANES=lanes_of(value_dim), BLOCK_ROWS=ROWS, PART=part,
-        **dot_options(rows.keys, key_dim, value_dim), **sizes, **ROW_OPTIONS,
+        V_LANES=lanes_of(value_dim), BLOCK_ROWS=ROWS, **sizes, **ROW_OPTIONS,
     )  # fmt: skip
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
-def state_precision(x: Tensor) -> str:
-    """How states are multiplied with rows of this dtype."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def _strides(rows: LayerRows) -> tuple[int, int, int]:
