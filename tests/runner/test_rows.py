@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig, Share
 from mainstem.core.request import SamplingParams
-from mainstem.core.step import Runner, Step
+from mainstem.core.step import Runner, StateUse, Step
 from mainstem.engine.build import build_engine, load_folder
 from mainstem.engine.engine import Engine
 from mainstem.models.families import spec_from_config
-from mainstem.runner import states
 from mainstem.runner.cpu import CpuRunner
+from mainstem.runner.recurrence import DecodeStates
 from mainstem.runner.states import rows_that_fit
 from tests.builders import Collector, a_request, run_all
 from tests.families.test_mamba import GRANITE, MAMBA
@@ -59,6 +60,7 @@ def an_engine(
     kv_tokens: int = 2000,
     chunk_tokens: int = 512,
     num_states: int = 30,
+    share: Share = Share.READS,
 ) -> Iterator[Engine]:
     """Appends the steps that run. States and rows begin as NaN."""
 
@@ -72,7 +74,7 @@ def an_engine(
     config = EngineConfig(
         model=ModelConfig(dtype=DType.FP32),
         cache=CacheConfig(page_size=PAGE, kv_tokens=kv_tokens, states=num_states),
-        sched=SchedConfig(chunk_tokens=chunk_tokens),
+        sched=SchedConfig(chunk_tokens=chunk_tokens, share=share),
     )
     engine = build_engine(folder, config, around=watch)
     try:
@@ -101,24 +103,21 @@ def logprobs_of(found: Collector, number: int) -> list[float]:
     return [record.logprob for output in own for record in output.logprobs]
 
 
-def test_siblings_answer_as_alone_without_rows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All at once, with prompts in chunks, with pages for one sequence, with few states."""
+def test_siblings_answer_as_alone_without_rows(folder: Path) -> None:
+    """All at once, with prompts in chunks, with pages for one sequence, with few states, and
+    without rows."""
     alone = list[Collector]()
-    with monkeypatch.context() as patch:
-        patch.setattr(states, "MOST_ROWS", 0)
-        for number, prompt in enumerate(prompts()):
-            steps = list[Step]()
-            with an_engine(folder, steps) as engine:
-                alone.append(answers(engine, [prompt], number))
-            assert num_with_rows(steps) == 0
-    ways = [
+    for number, prompt in enumerate(prompts()):
+        steps = list[Step]()
+        with an_engine(folder, steps, share=Share.STORAGE) as engine:
+            alone.append(answers(engine, [prompt], number))
+    ways: list[tuple[dict[str, Any], int]] = [
         ({}, 5),
         ({"chunk_tokens": 7}, 1),
         ({"kv_tokens": STEM + max(OWN_TOKENS) + ANSWER + PAGE}, 0),
         ({"num_states": 3}, 0),
         ({"num_states": 6}, 1),
+        ({"share": Share.STORAGE}, 0),
     ]
     for settings, least in ways:
         steps = []
@@ -131,6 +130,7 @@ def test_siblings_answer_as_alone_without_rows(
                     far = np.subtract(logprobs_of(found, number), logprobs_of(expected, number))
                     assert np.abs(far).max() < TOLERANCE, (settings, number)
         assert num_with_rows(steps) >= least, settings
+    assert num_with_rows(steps) == 0, "states are read together, and must not be"
 
 
 def test_answers_to_one_prompt_are_alike(folder: Path) -> None:
@@ -171,3 +171,30 @@ def test_convolutions_without_a_matrix_have_no_rows(tmp_path: Path) -> None:
     runner.close()
     assert facts.num_states > 0
     assert facts.row_slots_per_state == 0
+
+
+def test_graphs_have_the_rows_of_their_step() -> None:
+    """Padding has none, and those of the step before are gone."""
+    slots, numbers = DecodeStates(8, 24, torch.device("cpu")), np.arange(4, dtype=np.int32)
+    parts = np.array(
+        [
+            [(6, 4, 2), (1, 0, 3), (-1, -1, -1), (3, 5, 3)],
+            [(2, -1, 9), (4, 0, 15), (-1, 5, 7), (3, 5, 3)],  # one row, one fold
+        ],
+        np.int32,
+    )
+    for (rows, counts, writes, reads), num_members, num_groups in zip(
+        parts, (3, 1), (2, 1), strict=True
+    ):
+        use = StateUse(reads, numbers, writes, numbers, rows, counts)
+        step = type("OnlyStates", (), {"states": use})()
+        slots.send(step, 4)
+        found = slots.segments(4, has_rows=True).rows
+        assert found is not None
+        assert found.slots[:4].tolist() == [*rows, -1]
+        assert found.counts[:4].tolist() == [*counts, 0]
+        assert found.sizes[:2].tolist() == [num_groups, 4 - num_members]
+        of_members = reads[found.members[:num_members].numpy()].tolist()
+        assert of_members == sorted(of_members)
+        assert int(found.group_starts[num_groups]) == num_members
+    assert slots.segments(4).rows is None

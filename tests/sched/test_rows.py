@@ -148,6 +148,25 @@ def test_a_plan_wants_no_states_but_its_forks() -> None:
     assert most_with_rows(runner.steps) == 9
 
 
+def test_a_prompt_with_rows_is_cut_for_another_answer_that_waits_for_it() -> None:
+    """The forks of a plan do not tell of several answers to one prompt."""
+    runner = a_runner(30)
+    engine, stem = an_engine_with_rows(runner, 30), list(range(SHARED))
+    first = engine.expect(np.array([SHARED, SHARED, 0], np.int32))
+    sampling = SamplingParams(n=2, temperature=0.0, max_tokens=4)
+    prompts = [[*stem, 30 + i, *range(1, 25)] for i in range(3)]
+    requests = [
+        a_request(prompt, name=str(i), sampling=sampling, plan_place=first + i)
+        for i, prompt in enumerate(prompts)
+    ]
+    found = run_all(engine, requests)
+    for i, prompt in enumerate(prompts):
+        for index in range(2):
+            assert found.tokens[str(i), index] == fake_answer(prompt, 4, VOCAB)
+    starts = {(o.request_id, o.index): o.num_cached_tokens for o in found.outputs}
+    assert sorted(starts.values()) == [0, SHARED, SHARED, 96, 96, 96]
+
+
 @pytest.mark.parametrize("failing", [2, 3, 5, 9])
 def test_rows_are_forgotten_after_a_failed_step(failing: int) -> None:
     runner = a_runner(30)

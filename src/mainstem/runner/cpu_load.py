@@ -17,7 +17,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.states import pages_per_state, rows_that_fit
+from mainstem.runner.states import pages_per_state, rows_for
 from mainstem.runner.weights import CpuParts, LoadFacts, RunnerWeights
 
 _MAX_AUTO_TOKENS = 262_144
@@ -63,6 +63,7 @@ def load_cpu_runner(
     num_states = cache.num_states(
         budget, kv_bytes, state_bytes, config.sched.max_seqs, has_tiers=config.store.host_bytes > 0
     )
+    num_states = smallest(num_states, ranks, torch.device("cpu"))
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     budget -= state_memory
     left = available_bytes()  # before any rank allocates pages
@@ -77,7 +78,7 @@ def load_cpu_runner(
     )
     cache.check_fits(ranks.shard.of * (kv.num_bytes + state_memory), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
-    rows = rows_that_fit(part, dtype, torch.float32, page_bytes)
+    rows = rows_for(config, part, dtype, torch.float32, page_bytes)
     facts = facts.with_states(num_states, per_state, rows.per_state, rows.num_rows)
     pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
     runner = CpuRunner(decoder, pages, context, num_states=num_states, rows=rows)

@@ -22,7 +22,7 @@ from mainstem.runner.gpu_weights import GpuParts
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
-from mainstem.runner.states import NO_ROWS, DeviceStates, pages_per_state, rows_that_fit
+from mainstem.runner.states import DeviceStates, pages_per_state, rows_for
 from mainstem.runner.weights import LoadFacts, RunnerWeights
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
@@ -87,6 +87,7 @@ def load_gpu_runner(
         config.sched.max_seqs,
         has_tiers=config.store.host_bytes > 0,
     )
+    num_states = smallest(num_states, ranks, device)
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     free_bytes -= state_memory
     kv = divide(KvCosts.of(part, dtype.itemsize), cache, free_bytes, context, max_tokens)
@@ -104,9 +105,7 @@ def load_gpu_runner(
     attention = GpuAttention(
         part, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
     )
-    recurrence, rows = None, NO_ROWS
-    if num_states and not model.deterministic:  # rows round otherwise than states
-        rows = rows_that_fit(part, dtype, dtype, page_bytes)
+    recurrence, rows = None, rows_for(config, part, dtype, dtype, page_bytes)
     if num_states:
         states = DeviceStates(part, num_states, dtype, device, pages.page_bytes, rows)
         recurrence = Recurrence(

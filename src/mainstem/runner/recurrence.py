@@ -199,8 +199,8 @@ class DecodeStates:
         self._is_serial = is_serial
         self._numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self._slots = torch.full((2, max_tokens), num_states, dtype=torch.int32, device=device)
-        no_slots = np.full(max_tokens, NO_STATE, np.int32)
-        packed = pack_rows(no_slots, no_slots + 1, no_slots, no_slots)
+        no_rows, trash = np.full((2, max_tokens), [[NO_STATE], [num_states]], np.int32)
+        packed = pack_rows(no_rows, np.zeros_like(no_rows), trash, trash)
         self._rows = torch.from_numpy(packed).to(device)
         self._uploads = Uploads(device)
 

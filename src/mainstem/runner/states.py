@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mainstem.core.config import EngineConfig, Share
 from mainstem.core.step import Int32s
 from mainstem.kernels.recurrent.rows import ROOM_STEP, LayerRows
 from mainstem.models.recurrence import DeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
@@ -65,6 +66,20 @@ def rows_that_fit(
             if slot_bytes % (per_state * ALIGNMENT) == 0:
                 return RowShape(per_state, num_rows, row_dtype)
     return NO_ROWS
+
+
+def rows_for(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    row_dtype: torch.dtype,
+    page_bytes: int,
+) -> RowShape:
+    """Likewise, or none if states are not to be read together, or if bits must not depend on who
+    else reads them."""
+    if config.sched.share is not Share.READS or config.model.deterministic:
+        return NO_ROWS
+    return rows_that_fit(spec, dtype, row_dtype, page_bytes)
 
 
 def pages_per_state(spec: ModelSpec, element_bytes: int, page_bytes: int) -> int:
