@@ -58,7 +58,7 @@ class Turns:
     rate: float  # turns a second
 
 
-class Room(NamedTuple):
+class StoreSessions(NamedTuple):
     """How many complete conversations each tier holds."""
 
     device: float
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--store-policy: use --policy, which names the policies to compare")
     config, folder, spec = _model(args)
     arrivals, about = _arrivals(args, spec)
-    room = Room(args.device_sessions, args.host_sessions, args.disk_sessions)
+    room = StoreSessions(args.device_sessions, args.host_sessions, args.disk_sessions)
     config = _with_flags(args, with_room(config, spec, arrivals, room))
     results = (
         {"policy": policy} | measure(config, folder, policy, arrivals) for policy in args.policy
@@ -157,7 +157,7 @@ def _ids(rng: Random, count: int, num_ids: int) -> list[int]:
 
 
 def with_room(
-    config: EngineConfig, spec: ModelSpec, arrivals: Sequence[Arrival], room: Room
+    config: EngineConfig, spec: ModelSpec, arrivals: Sequence[Arrival], room: StoreSessions
 ) -> EngineConfig:
     """Return the config with tiers for conversations as long as the longest of `arrivals`."""
     longest, page = (

@@ -146,12 +146,12 @@ class _Shapes(RandomWeights):
     """Notes the names and shapes of all tensors; makes none."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._device, self._quantized = dtype, torch.device("meta"), None
+        self.dtype, self.device, self._quantized = dtype, torch.device("meta"), None
         self.found: dict[str, tuple[int, ...]] = {}
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         self.found[name] = tuple(shape)
-        return torch.empty(part_shape(self.found[name], at), dtype=self._dtype, device="meta")
+        return torch.empty(part_shape(self.found[name], at), dtype=self.dtype, device="meta")
 
 
 def tensors_for(shape: ModelSpec, dtype: torch.dtype, is_pinned: bool) -> dict[str, Tensor]:

@@ -164,7 +164,7 @@ class _Weights(RandomWeights):
         tensor = 1.0 + 0.2 * noise if is_gain else 0.15 * noise
         if name.endswith("k_norm.weight") and not self._is_scaled:
             tensor /= math.sqrt(sizes[0])
-        return tensor.contiguous().to(self._device, self._dtype)
+        return tensor.contiguous().to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)

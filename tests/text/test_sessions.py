@@ -14,9 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
 from mainstem.text.encoding import begin_prompt
-from mainstem.text.session_file import SessionFile
+from mainstem.text.kept_file import KeptFile
+from mainstem.text.session_file import session_file
 from mainstem.text.sessions import (
     MAX_SESSION_TOKENS,
+    Session,
     SessionLimits,
     Sessions,
     said_before,
@@ -80,11 +82,11 @@ def test_if_sessions_exceed_a_limit_the_oldest_are_forgotten() -> None:
     assert len(wide) == 0
 
 
-def save(sessions: Sessions, file: SessionFile) -> None:
+def save(sessions: Sessions, file: KeptFile[Session]) -> None:
     file.save(sessions.take_changes())
 
 
-def restored(file: SessionFile, limits: SessionLimits, clock: Clock) -> Sessions:
+def restored(file: KeptFile[Session], limits: SessionLimits, clock: Clock) -> Sessions:
     sessions = Sessions(limits, clock)
     sessions.restore(file.load())
     sessions.check()
@@ -93,7 +95,7 @@ def restored(file: SessionFile, limits: SessionLimits, clock: Clock) -> Sessions
 
 def test_sessions_come_back_from_their_file(tmp_path: Path) -> None:
     path, clock, limits = tmp_path / "sessions.sqlite", Clock(), SessionLimits(ttl_s=100)
-    file = SessionFile(path, "t")
+    file = session_file(path, "t")
     sessions = Sessions(limits, clock)
     sessions.keep("alice", "s", ids(5), "häß\x00")
     clock.now_s += 90
@@ -108,12 +110,12 @@ def test_sessions_come_back_from_their_file(tmp_path: Path) -> None:
     assert (found.token_ids.tolist(), found.text, found.num_turns) == ([0, 1], "b", 1)
     save(again, file)
     assert [key[0] for key in file.load()] == ["bob"]
-    assert SessionFile(path, "another tokenizer").load() == {}
-    assert SessionFile(tmp_path / "none", "t").load() == {}
+    assert session_file(path, "another tokenizer").load() == {}
+    assert session_file(tmp_path / "none", "t").load() == {}
 
 
 def test_only_what_has_changed_is_saved(tmp_path: Path) -> None:
-    file = SessionFile(tmp_path / "sessions.sqlite", "t")
+    file = session_file(tmp_path / "sessions.sqlite", "t")
     sessions = Sessions(SessionLimits())
     for name in "abc":
         sessions.keep("me", name, ids(3), name)
@@ -129,7 +131,7 @@ def test_only_what_has_changed_is_saved(tmp_path: Path) -> None:
 
 
 def test_sessions_of_another_tokenizer_are_removed(tmp_path: Path) -> None:
-    old, new = (SessionFile(tmp_path / "sessions.sqlite", name) for name in ("old", "new"))
+    old, new = (session_file(tmp_path / "sessions.sqlite", name) for name in ("old", "new"))
     sessions = Sessions(SessionLimits())
     sessions.keep("me", "s", ids(3), "")
     save(sessions, old)
@@ -139,14 +141,14 @@ def test_sessions_of_another_tokenizer_are_removed(tmp_path: Path) -> None:
 
 KILLED_SAVE = """
 import os, pathlib, sqlite3, sys
-from mainstem.text import session_file
+from mainstem.text import kept_file, session_file
 
 class Mortal(sqlite3.Connection):
     def executemany(self, *_): os.kill(os.getpid(), 9)
 
 connect = sqlite3.connect
-session_file.sqlite3.connect = lambda *args, **fields: connect(*args, **fields, factory=Mortal)
-session_file.SessionFile(pathlib.Path(sys.argv[1]), sys.argv[2]).save({("me", "s"): None})
+kept_file.sqlite3.connect = lambda *args, **fields: connect(*args, **fields, factory=Mortal)
+session_file.session_file(pathlib.Path(sys.argv[1]), sys.argv[2]).save({("me", "s"): None})
 """
 
 
@@ -157,26 +159,26 @@ def test_a_save_that_is_killed_changes_nothing(tmp_path: Path, identity: str) ->
     path = tmp_path / "sessions.sqlite"
     kill = [sys.executable, "-c", KILLED_SAVE, str(path), identity]
     assert subprocess.run(kill, check=False).returncode == -signal.SIGKILL
-    assert SessionFile(path, "t").load() == {}  # killed in the very first save
+    assert session_file(path, "t").load() == {}  # killed in the very first save
     sessions = Sessions(SessionLimits())
     sessions.keep("me", "s", ids(3), "text")
-    save(sessions, SessionFile(path, "t"))
+    save(sessions, session_file(path, "t"))
     assert subprocess.run(kill, check=False).returncode == -signal.SIGKILL
-    assert [session.text for session in SessionFile(path, "t").load().values()] == ["text"]
+    assert [session.text for session in session_file(path, "t").load().values()] == ["text"]
 
 
 def test_a_file_that_does_not_hold_sessions_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sessions.sqlite"
     path.write_bytes(b"not a database at all" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
-        SessionFile(path, "t").load()
+        session_file(path, "t").load()
     path.unlink()
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 9")
     database.commit()
     database.close()
     with pytest.raises(ConfigError, match="format 9"):
-        SessionFile(path, "t").load()
+        session_file(path, "t").load()
 
 
 def test_a_turn_extends_the_stored_ids_not_the_text() -> None:

@@ -20,12 +20,12 @@ from mainstem.batch.bar import JobBar
 from mainstem.batch.bundles import Bundles, Task, cut_window
 from mainstem.batch.done import ENGINE_FAILED
 from mainstem.batch.files import FileFault, Line
-from mainstem.batch.job import JobConfig
+from mainstem.batch.job import JobConfig, RowWriter
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow
-from mainstem.batch.rows import Row, error_row, served_row
+from mainstem.batch.rows import Row, served_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.suspects import Suspects, is_at_fault
-from mainstem.batch.windows import Failure, RowSource
+from mainstem.batch.windows import RowSource
 from mainstem.core.json import JsonView
 from mainstem.wire.errors import WireError
 
@@ -142,7 +142,7 @@ class Driver:
     ) -> None:
         self._workers = workers
         self._lines = lines
-        self._out = out
+        self._rows = RowWriter(out, config, summary, bar)
         self._config = config
         self._summary = summary
         self._bar = bar
@@ -204,7 +204,7 @@ class Driver:
         self._summary.note_window(planned)
         self._bar.show_window(window)
         for failure in window.failures:
-            self._fail(failure)
+            self._rows.refuse(failure)
         count = len(self._workers)
         for worker, bundle in cut_window(planned, self._lines, count, self._estimate):
             self._bundles.add(worker, bundle)
@@ -271,14 +271,11 @@ class Driver:
         self._write_answer(task.row, body, is_copy=False)
         for row in task.copies:
             self._write_answer(row, body, is_copy=True)
-            self._summary.deduplicated += 1
-            self._summary.deduplicated_tokens += usage["prompt_tokens"] * num_answers
 
     def fail(self, task: Task, error: WireError) -> None:
         """See Desk."""
         self._num_open -= 1
-        for row in (task.row, *task.copies):
-            self._fail(Failure(row.line, row.custom_id, error, row.digest))
+        self._rows.fail((task.row, *task.copies), error)
 
     # --- answers out ----------------------------------------------------------------------------
 
@@ -293,20 +290,7 @@ class Driver:
 
     def _write_answer(self, row: Row, body: JsonView, is_copy: bool) -> None:
         line = served_row(row, body, self._config.model_name, is_copy)
-        self._write(line, row.digest)
-        self._summary.answered += 1
-        tokens = _usage(body)["prompt_tokens"]
-        self._bar.show_row(tokens, row.call.sampling.n, is_copy)
-
-    def _fail(self, failure: Failure) -> None:
-        self._write(error_row(failure.line, failure.custom_id, failure.error), failure.digest)
-        self._summary.failed += 1
-        self._summary.errors[failure.error.code] += 1
-        self._bar.show_row(0, 0, is_copy=True)
-
-    def _write(self, line: dict[str, object], digest: str) -> None:
-        marker = self._config.marker
-        self._out.append(line if marker is None else marker.marked(line, digest))
+        self._rows.answer(row, line, _usage(body)["prompt_tokens"], is_copy=is_copy)
 
 
 def _usage(body: JsonView) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The loop of a batch job. It submits rows in planned order, and appends each answer when it is
 known."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from time import time
@@ -42,6 +42,44 @@ class JobConfig:
     model_name: str  # the model's name in answers
     seed: int = 0  # rows without a seed get one that is derived from this
     marker: Marker | None = None  # makes the marks of output lines
+
+
+class RowWriter:
+    """Writes the rows of a job's output and counts them."""
+
+    def __init__(self, out: RowSink, config: JobConfig, summary: Summary, bar: JobBar) -> None:
+        self._out = out
+        self._marker = config.marker
+        self._summary = summary
+        self._bar = bar
+
+    def answer(
+        self, row: Row, line: dict[str, object], prompt_tokens: int, *, is_copy: bool
+    ) -> None:
+        """Write the line of an answered row; a copy has the answer of another row."""
+        num_answers = row.call.sampling.n
+        self._write(line, row.digest)
+        self._summary.answered += 1
+        self._bar.show_row(prompt_tokens, num_answers, is_copy)
+        if is_copy:
+            self._summary.deduplicated += 1
+            self._summary.deduplicated_tokens += prompt_tokens * num_answers
+
+    def fail(self, rows: Iterable[Row], error: WireError) -> None:
+        """Write error rows for rows that cannot be answered."""
+        for row in rows:
+            self.refuse(Failure(row.line, row.custom_id, error, row.digest))
+
+    def refuse(self, failure: Failure) -> None:
+        """Write the error row of a line."""
+        line = error_row(failure.line, failure.custom_id, failure.error)
+        self._write(line, failure.digest)
+        self._summary.failed += 1
+        self._summary.errors[failure.error.code] += 1
+        self._bar.show_row(0, 0, is_copy=True)
+
+    def _write(self, line: dict[str, object], digest: str) -> None:
+        self._out.append(line if self._marker is None else self._marker.marked(line, digest))
 
 
 @dataclass(slots=True)
@@ -89,7 +127,7 @@ class BatchJob:
         bar: JobBar,
     ) -> None:
         self._engine = engine
-        self._out = out
+        self._rows = RowWriter(out, config, summary, bar)
         self._config = config
         self._summary = summary
         self._should_stop = should_stop
@@ -155,7 +193,7 @@ class BatchJob:
         self._summary.note_window(planned)
         self._bar.show_window(window)
         for failure in window.failures:
-            self._fail(failure)
+            self._rows.refuse(failure)
         return self._in_order(planned)
 
     def _in_order(self, planned: PlannedWindow) -> Iterator[_Next]:
@@ -201,8 +239,7 @@ class BatchJob:
             fault = from_invalid(error)
             if isinstance(error, MissingPackage):
                 fault = WireError(MISSING_PACKAGE, fault.message, fault.param)
-            for failed in (row, *item.copies):
-                self._fail(Failure(failed.line, failed.custom_id, fault, failed.digest))
+            self._rows.fail((row, *item.copies), fault)
             return
         answers = PromptAnswers(len(item.prompt_ids), sampling)
         self._open[request_id] = _OpenRow(row, item.copies, item.template, answers)
@@ -251,23 +288,17 @@ class BatchJob:
             result.num_cached_tokens = len(result.context_token_ids)  # a copy computes nothing
             for row in opened.copies:
                 self._note_scored(row, result, is_copy=True)
-                self._note_copy(len(result.context_token_ids))
 
     def _note_scored(self, row: Row, result: ScoreOutput, is_copy: bool) -> None:
         line = score_row(row, result, self._config.model_name, int(time()))
-        self._note_answered(row, line, len(result.context_token_ids), is_copy)
-
-    def _note_copy(self, prompt_tokens: int) -> None:
-        self._summary.deduplicated += 1
-        self._summary.deduplicated_tokens += prompt_tokens
+        self._rows.answer(row, line, len(result.context_token_ids), is_copy=is_copy)
 
     def _drop_scored(self, opened: _Scored, fault: WireError) -> None:
         """Drop all choices of a row that cannot be scored."""
         for request_id in opened.open_ids:
             self._scored.pop(request_id, None)
             self._engine.abort(request_id)
-        for row in (opened.row, *opened.copies):
-            self._fail(Failure(row.line, row.custom_id, fault, row.digest))
+        self._rows.fail((opened.row, *opened.copies), fault)
 
     def _hear(self, output: Output) -> None:
         if output.request_id in self._scored:
@@ -294,37 +325,17 @@ class BatchJob:
         answers.cached_tokens = answers.prompt_tokens  # a copy computes nothing
         for row in opened.copies:
             self._answer(row, answers, is_copy=True)
-            self._note_copy(answers.prompt_tokens * row.call.sampling.n)
 
     def _give_up(self, request_id: str, opened: _OpenRow, fault: WireError) -> None:
         """Write error rows for a row that cannot be answered, and for its copies."""
         del self._open[request_id]
         self._engine.abort(request_id)
-        for row in (opened.row, *opened.copies):
-            self._fail(Failure(row.line, row.custom_id, fault, row.digest))
+        self._rows.fail((opened.row, *opened.copies), fault)
 
     def _answer(self, row: Row, answers: PromptAnswers, is_copy: bool) -> None:
         name, tokenizer = self._config.model_name, self._engine.tokenizer
         line = answer_row(row, answers, name, tokenizer, int(time()))
-        self._note_answered(row, line, answers.prompt_tokens, is_copy)
-
-    def _note_answered(
-        self, row: Row, line: dict[str, object], prompt_tokens: int, is_copy: bool
-    ) -> None:
-        self._write(line, row.digest)
-        self._summary.answered += 1
-        self._bar.show_row(prompt_tokens, row.call.sampling.n, is_copy)
-
-    def _fail(self, failure: Failure) -> None:
-        line = error_row(failure.line, failure.custom_id, failure.error)
-        self._write(line, failure.digest)
-        self._summary.failed += 1
-        self._summary.errors[failure.error.code] += 1
-        self._bar.show_row(0, 0, is_copy=True)
-
-    def _write(self, line: dict[str, object], digest: str) -> None:
-        marker = self._config.marker
-        self._out.append(line if marker is None else marker.marked(line, digest))
+        self._rows.answer(row, line, answers.prompt_tokens, is_copy=is_copy)
 
 
 def seeded(row: Row, seed: int) -> SamplingParams:

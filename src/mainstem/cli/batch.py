@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile, Existing
@@ -155,46 +154,28 @@ def main(
         raise InvalidRequest(
             "--resume=changed", "needs an input file: standard input cannot be read twice"
         )
-    return run_job(args, lambda: _FileInput(args.input, args.output), load, load_words).status
+    return run_job(args, lambda: open_file(args.input, args.output), load, load_words).status
 
 
-class JobInput(Protocol):
+@dataclass(frozen=True, slots=True)
+class JobInput:
     """Where the rows of a job come from."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def output(self) -> str:
-        """The name of what the job makes, for the summary."""
-
-    def lines(self, tokenizer: Tokenizer) -> RowSource:
-        """The rows, to be read once."""
-
-    def again(self) -> AbstractContextManager[Iterable[Line]]:
-        """The same rows, to be compared with those of an earlier run; called after `lines`."""
-
-    def close(self) -> None: ...
+    name: str
+    output: str  # the name of what the job makes, for the summary
+    lines: Callable[[Tokenizer], RowSource]  # the rows, to be read once
+    # the same rows, to be compared with those of an earlier run; called after `lines`
+    again: Callable[[], AbstractContextManager[Iterable[Line]]]
+    close: Callable[[], None] = lambda: None
 
 
-class _FileInput:
+def open_file(name: str, output: str) -> JobInput:
     """A batch file, or standard input."""
-
-    def __init__(self, name: str, output: str) -> None:
-        self.name, self.output = name, output
-        self._source = InputFile(name)
-        if self._source.is_same_file(output):
-            self._source.close()
-            raise InvalidRequest("-o", "is the input itself")
-
-    def lines(self, tokenizer: Tokenizer) -> RowSource:
-        return self._source
-
-    def again(self) -> AbstractContextManager[Iterable[Line]]:
-        return closing(InputFile(self.name))
-
-    def close(self) -> None:
-        self._source.close()
+    source = InputFile(name)
+    if source.is_same_file(output):
+        source.close()
+        raise InvalidRequest("-o", "is the input itself")
+    return JobInput(name, output, lambda _: source, lambda: closing(InputFile(name)), source.close)
 
 
 @dataclass(frozen=True, slots=True)

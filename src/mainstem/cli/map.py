@@ -12,15 +12,15 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mainstem.batch.done import MACHINE_FAULTS
-from mainstem.batch.files import STANDARD, FileFault, Line
-from mainstem.cli.batch import REDO_CHANGED, JobEnd, add_job_flags, open_engine, run_job
+from mainstem.batch.files import STANDARD, FileFault
+from mainstem.cli.batch import REDO_CHANGED, JobEnd, JobInput, add_job_flags, open_engine, run_job
 from mainstem.cli.batch_workers import has_workers, join_ray_address, load_tokenizer
 from mainstem.cli.flag_types import member_of, positive_count
 from mainstem.cli.map_plan import print_plan
@@ -147,24 +147,11 @@ def _json_file(path: Path) -> object:
         raise InvalidRequest(str(path), f"is not JSON: {error}") from None
 
 
-class _TableInput:
-    """A table as the input of a job."""
-
-    def __init__(self, name: str, output: str, job: TableJob) -> None:
-        self.name, self.output = name, output
-        self._job = job
-
-    def lines(self, tokenizer: Tokenizer) -> TableRows:
-        self._job.prepare(tokenizer)
-        if self._job.order.orders[0]:
-            print(self._job.order.to_text(), file=sys.stderr)
-        return self._job.rows()
-
-    def again(self) -> AbstractContextManager[Iterable[Line]]:
-        return nullcontext(self._job.rows())
-
-    def close(self) -> None:
-        pass
+def _prepared(job: TableJob, tokenizer: Tokenizer) -> TableRows:
+    job.prepare(tokenizer)
+    if job.order.orders[0]:
+        print(job.order.to_text(), file=sys.stderr)
+    return job.rows()
 
 
 def main(
@@ -188,7 +175,9 @@ def main(
         if target.is_complete():
             print(f"mainstem map: {args.output} is complete already", file=sys.stderr)
             return 0
-        given = _TableInput(args.table, args.output, job)
+        given = JobInput(
+            args.table, args.output, partial(_prepared, job), lambda: nullcontext(job.rows())
+        )
         args.output, args.resume = str(target.journal), target.resume
         end = run_job(args, lambda: given, load, load_words)
         return target.finish(end, job.asking, job.num_rows)

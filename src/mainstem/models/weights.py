@@ -184,8 +184,8 @@ class Checkpoint:
     ) -> None:
         """`names` says which tensors are ignored, and which are renamed. Without a folder, all
         tensors are those of `hold`."""
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._quantized = quantized
         self._names = names
         self._ignored = () if quantized is None else quantized.ignored_endings
@@ -268,18 +268,10 @@ class Checkpoint:
                 "the values that an earlier update gave it are not kept; give both"
             )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """Return the tensor in the compute dtype. If it is missing, this is recorded for `finish`,
         and an uninitialised tensor is returned."""
-        return self._taken_as(self._dtype, name, tuple(shape), at)
+        return self._taken_as(self.dtype, name, tuple(shape), at)
 
     def take_wide(self, name: str, shape: Iterable[int]) -> Tensor:
         return self._taken_as(torch.float32, name, tuple(shape))
@@ -289,7 +281,7 @@ class Checkpoint:
     ) -> Tensor:
         if name not in self._open:
             self._missing.add(name)
-            return torch.empty(part_shape(wanted, at), dtype=dtype, device=self._device)
+            return torch.empty(part_shape(wanted, at), dtype=dtype, device=self.device)
         tensor = self.stored(name, wanted, at)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise UnsupportedModel(
@@ -331,7 +323,7 @@ class Checkpoint:
             tensor: Tensor = found[at]
         else:
             tensor = handle.get_tensor(its_name)
-        return tensor.to(self._device, copy=self._copies)
+        return tensor.to(self.device, copy=self._copies)
 
     def has(self, name: str) -> bool:
         return name in self._open
@@ -351,7 +343,7 @@ class Checkpoint:
             at = slice(first, first + _COMPARED_ROWS)
             ours, theirs = self._rows(name, at), self._rows(other, at)
             if ours.dtype != theirs.dtype:  # compare what would be used
-                ours, theirs = ours.to(self._dtype), theirs.to(self._dtype)
+                ours, theirs = ours.to(self.dtype), theirs.to(self.dtype)
             if not torch.equal(ours, theirs):
                 return True
         return False
@@ -467,24 +459,16 @@ class RandomWeights:
         seed: int,
         quantized: QuantizedSpec | None = None,
     ) -> None:
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._quantized = quantized
         self._generator = torch.Generator(device).manual_seed(seed)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         size = part_shape(tuple(shape), at)
         if name.endswith(_GAINS):
-            return torch.ones(size, dtype=self._dtype, device=self._device)
-        tensor = torch.empty(size, dtype=self._dtype, device=self._device)
+            return torch.ones(size, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(size, dtype=self.dtype, device=self.device)
         return tensor.normal_(0.0, 0.02, generator=self._generator)
 
     def take_wide(self, name: str, shape: Iterable[int]) -> Tensor:
@@ -496,7 +480,7 @@ class RandomWeights:
         packing = None if self._quantized is None else self._quantized.packing_of(name)
         if packing is None:
             return None
-        return random_packed(packing, part_shape(tuple(shape), at), self._dtype, self._generator)
+        return random_packed(packing, part_shape(tuple(shape), at), self.dtype, self._generator)
 
     def has(self, name: str) -> bool:
         return True

@@ -63,7 +63,7 @@ OK = 200
 NOT_ANSWERED = 300  # and above: refused, failed or redirected
 REPLICA_HEADER = "x-mainstem-replica"  # number of the replica that answered
 STREAM_TYPE = b"text/event-stream"
-MAX_DEPTH = ServerLimits().max_depth
+MAX_JSON_DEPTH = ServerLimits().max_depth
 NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches", "/v1/messages/batches")
 OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
 UNKNOWN_ID = b'"previous_response_not_found"'  # another replica may have the response
@@ -487,7 +487,7 @@ def _routed(call: HttpCall) -> RouteRequest:
     cannot be read. The replica then reports what is wrong with the body."""
     if call.method == "POST" and call.body:
         with suppress(ApiError):
-            return read_request(parse_json(call.body, MAX_DEPTH), _key(call))
+            return read_request(parse_json(call.body, MAX_JSON_DEPTH), _key(call))
     return RouteRequest((), 0)
 
 

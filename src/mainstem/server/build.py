@@ -12,11 +12,11 @@ from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Access
 from mainstem.server.http.limits import ServerLimits
 from mainstem.server.kept.recording import Recorder
-from mainstem.server.kept.response_store import ResponseFile
+from mainstem.server.kept.response_store import response_file
 from mainstem.server.link.engine_client import EngineClient, Launched
 from mainstem.server.served_model import ServedModel
 from mainstem.text.parsers.formats import AUTO, find_formats
-from mainstem.text.session_file import SessionFile
+from mainstem.text.session_file import session_file
 from mainstem.text.sessions import SessionLimits, Sessions, tokenizer_identity
 from mainstem.text.tokenizer import Tokenizer
 
@@ -72,8 +72,8 @@ def make_gateway(
         gateway.open_batches(settings.data_dir)
     if settings.kept_in is not None:
         identity = tokenizer_identity(tokenizer)
-        gateway.keep_sessions(SessionFile(settings.kept_in / SESSIONS_FILE, identity))
-        gateway.keep_responses(ResponseFile(settings.kept_in / RESPONSES_FILE))
+        gateway.keep_sessions(session_file(settings.kept_in / SESSIONS_FILE, identity))
+        gateway.keep_responses(response_file(settings.kept_in / RESPONSES_FILE))
     if settings.weights_root is not None:
         gateway.weights_root = settings.weights_root.resolve()
     if settings.record is not None:

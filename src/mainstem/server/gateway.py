@@ -28,7 +28,7 @@ from mainstem.server.kept.batch_store import BatchStore
 from mainstem.server.kept.file_store import FileStore, lock_folder
 from mainstem.server.kept.pruning import Pruner
 from mainstem.server.kept.recording import Recorder
-from mainstem.server.kept.response_store import KeptResponse, ResponseFile, ResponseStore
+from mainstem.server.kept.response_store import KeptResponse, ResponseStore
 from mainstem.server.kept.room import Room
 from mainstem.server.kept.saver import Saver
 from mainstem.server.kept.turns import SessionTurn
@@ -46,7 +46,7 @@ from mainstem.text.encoding import (
     begin_prompt,
     is_short,
 )
-from mainstem.text.session_file import SessionFile
+from mainstem.text.kept_file import KeptFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Session, Sessions
 from mainstem.wire.answers import Heading
 from mainstem.wire.calls import Call
@@ -201,14 +201,14 @@ class Gateway:
             raise ApiError(404, message, code="not_enabled")
         return self.batches
 
-    def keep_sessions(self, file: SessionFile) -> None:
+    def keep_sessions(self, file: KeptFile[Session]) -> None:
         """Load sessions from a file and save them there; called before the server starts. Raises
         ConfigError if the file cannot be read.
         """
         self.sessions.restore(file.load())
         self._savers.append(Saver("sessions", self.sessions, file))
 
-    def keep_responses(self, file: ResponseFile) -> None:
+    def keep_responses(self, file: KeptFile[KeptResponse]) -> None:
         """Load responses from a file and save them there; see `keep_sessions`."""
         self.responses.restore(file.load())
         self._savers.append(Saver("responses", self.responses, file))

@@ -35,7 +35,7 @@ BeginChange = Callable[[Engine], "Future[str]"]  # Engine.update_weights, sleep 
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class _WaitedFor:
     """A change of the engine that its caller waits for."""
 
     begin: BeginChange
@@ -53,8 +53,8 @@ class EngineThread:
         """`deliver` is called on the engine's thread and must not wait."""
         self._engine = engine
         self._deliver = deliver
-        self._commands: SimpleQueue[Request | str | _Change | None] = SimpleQueue()  # None: stop
-        self._changes: list[_Change] = []  # begun, and not done
+        self._commands: SimpleQueue[Request | str | _WaitedFor | None] = SimpleQueue()  # None: stop
+        self._changes: list[_WaitedFor] = []  # begun, and not done
         # unfinished answers of each request; used only by the thread
         self._num_open: dict[str, int] = {}
         self._is_stopped = False
@@ -79,7 +79,7 @@ class EngineThread:
         with self._lock:
             if self._is_stopped:
                 raise _closed()
-            self._commands.put(_Change(begin, done))
+            self._commands.put(_WaitedFor(begin, done))
         return done
 
     def close(self) -> None:
@@ -124,13 +124,13 @@ class EngineThread:
                 return False
             if isinstance(command, Request):
                 self._submit(command)
-            elif isinstance(command, _Change):
+            elif isinstance(command, _WaitedFor):
                 self._begin(command)
             else:
                 self._num_open.pop(command, None)
                 self._engine.abort(command)
 
-    def _begin(self, change: "_Change") -> None:
+    def _begin(self, change: "_WaitedFor") -> None:
         if not change.done.set_running_or_notify_cancel():
             return  # the caller no longer waits; from here on, it cannot cancel
         try:
@@ -206,7 +206,7 @@ class EngineThread:
         while (command := self._commands.get()) is not None:
             if isinstance(command, Request):
                 self._deliver([Ended(command.request_id, EngineLost(reason))])
-            elif isinstance(command, _Change) and command.done.set_running_or_notify_cancel():
+            elif isinstance(command, _WaitedFor) and command.done.set_running_or_notify_cancel():
                 command.done.set_exception(EngineLost(reason))
 
 

@@ -14,11 +14,10 @@ from time import time
 
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
+from mainstem.text.kept_file import Key
 from mainstem.text.tokenizer import Tokenizer
 
 MAX_SESSION_TOKENS = 1 << 20  # a longer conversation is not kept
-
-Key = tuple[str, str]  # owner, session id
 
 
 @dataclass(frozen=True, slots=True)

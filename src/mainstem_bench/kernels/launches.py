@@ -48,7 +48,7 @@ ROUNDS = 2000
 
 class _Zeros(RandomWeights):
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        return torch.zeros(part_shape(tuple(shape), at), dtype=self._dtype)
+        return torch.zeros(part_shape(tuple(shape), at), dtype=self.dtype)
 
 
 class _Silent(NoLaunch):

@@ -25,7 +25,14 @@ from mainstem.core.config import (
 from mainstem.engine.build import with_chunk
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
-from mainstem_bench.policies import ENGINE_POLICIES, Room, Turns, made_up, measure, with_room
+from mainstem_bench.policies import (
+    ENGINE_POLICIES,
+    StoreSessions,
+    Turns,
+    made_up,
+    measure,
+    with_room,
+)
 from mainstem_bench.session_engine import ReturningSessions, SessionEngine
 from mainstem_bench.shapes import SHAPES
 
@@ -210,9 +217,9 @@ def run_policies(settings: Settings) -> Iterator[Line]:
     """Fig. 21 in the engine: the same arrivals with each policy, in a disk folder that is empty at
     first."""
     settings.engines.close()
-    shape, work, room = MISTRAL, Turns(32, 3, 2000, 100, 32, rate=40.0), Room(6, 12, 40)
+    shape, work, room = MISTRAL, Turns(32, 3, 2000, 100, 32, rate=40.0), StoreSessions(6, 12, 40)
     if settings.is_quick:
-        shape, work, room = "tiny", Turns(6, 2, 64, 16, 4, rate=100.0), Room(2, 3, 8)
+        shape, work, room = "tiny", Turns(6, 2, 64, 16, 4, rate=100.0), StoreSessions(2, 3, 8)
     spec = SHAPES[shape]
     arrivals = made_up(work, spec.vocab_size)
     config = with_chunk(EngineConfig(model=ModelConfig(model=shape)), spec)

@@ -11,9 +11,9 @@ import pytest
 from mainstem.core.json import AnyJson
 from mainstem.server.gateway import MAX_WINDOWS
 from mainstem.server.http.auth import ANYBODY
-from mainstem.server.kept.response_store import ResponseFile
+from mainstem.server.kept.response_store import response_file
 from mainstem.server.kept.saver import Saver
-from mainstem.text.session_file import SessionFile
+from mainstem.text.session_file import session_file
 from mainstem.text.sessions import SessionLimits, Sessions
 from tests.server.conftest import PIRATE, POLITE
 from tests.server.process import Process, a_process
@@ -220,7 +220,7 @@ def test_forty_sessions_of_a_real_model_get_the_same_answers_as_alone(
 
 
 def test_sessions_that_could_not_be_saved_are_saved_later(tmp_path: Path) -> None:
-    file = SessionFile(tmp_path / "gone" / "sessions.sqlite", "t")
+    file = session_file(tmp_path / "gone" / "sessions.sqlite", "t")
     sessions = Sessions(SessionLimits())
     sessions.keep("me", "s", np.arange(3, dtype=np.int32), "abc")
 
@@ -239,7 +239,7 @@ def test_sessions_that_could_not_be_saved_are_saved_later(tmp_path: Path) -> Non
 def test_a_server_that_ends_before_it_is_ready_saves_its_sessions(
     tmp_path: Path, can_save: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = SessionFile((tmp_path if can_save else tmp_path / "gone") / "sessions.sqlite", "t")
+    file = session_file((tmp_path if can_save else tmp_path / "gone") / "sessions.sqlite", "t")
     sessions = Sessions(SessionLimits())
     sessions.keep("me", "s", np.arange(3, dtype=np.int32), "abc")
 
@@ -270,7 +270,7 @@ def test_sessions_and_responses_outlive_the_process(tmp_path: Path, end: str) ->
             until(lambda: (folder / "sessions.sqlite").stat().st_size > 0)
             # the session is committed
             until(lambda: not (folder / "sessions.sqlite-journal").exists())
-            until(lambda: ResponseFile(folder / "responses.sqlite").load() != {})
+            until(lambda: response_file(folder / "responses.sqlite").load() != {})
             first.kill()
     with a_process(flags) as second:
         assert second.request("GET", "/v1/sessions").json() == before

@@ -9,7 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mainstem.core.errors import ConfigError
 from mainstem.server.http.limits import ServerLimits
-from mainstem.server.kept.response_store import RECORD_BYTES, Exchanged, ResponseFile, ResponseStore
+from mainstem.server.kept.response_store import (
+    RECORD_BYTES,
+    Exchanged,
+    ResponseStore,
+    response_file,
+)
 
 
 class Clock:
@@ -79,7 +84,7 @@ def test_the_bytes_of_responses_are_bounded() -> None:
 
 
 def test_responses_outlive_the_process(tmp_path: Path) -> None:
-    file, clock = ResponseFile(tmp_path / "responses.sqlite"), Clock()
+    file, clock = response_file(tmp_path / "responses.sqlite"), Clock()
     assert file.load() == {}
     store = a_store(clock)
     keep(store, "me", "a")
@@ -106,7 +111,7 @@ def test_responses_outlive_the_process(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"not a database, but long enough to be looked at" * 9)
     with pytest.raises(ConfigError, match="cannot be read as responses"):
-        ResponseFile(tmp_path / "x").load()
+        response_file(tmp_path / "x").load()
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -1,28 +1,24 @@
 """Keeps responses, for `GET /v1/responses/ID` and for requests that continue them by id; and chats
 that were answered with `store: true`."""
 
-import sqlite3
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import time
 
 import msgspec
 
-from mainstem.core.errors import ConfigError
 from mainstem.core.json import Json
 from mainstem.server.http.limits import ServerLimits
+from mainstem.text.kept_file import KeptFile, KeptTable, Key
 
 Item = dict[str, object]
-Key = tuple[str, str]  # owner, response id
 
 RECORD_BYTES = 1024  # approximate memory of a record besides its JSON
-FORMAT = 1  # version of the file's format
 CHAT_PREFIX = "chatcmpl-"  # of the ids of chats
 
-_TABLE = """CREATE TABLE IF NOT EXISTS responses (owner TEXT, response_id TEXT, previous_id TEXT,
-    session_id TEXT, data BLOB, used_s REAL, PRIMARY KEY (owner, response_id))"""
+_STATEMENT = """CREATE TABLE IF NOT EXISTS responses (owner TEXT, response_id TEXT,
+    previous_id TEXT, session_id TEXT, data BLOB, used_s REAL, PRIMARY KEY (owner, response_id))"""
 
 
 class Exchanged(msgspec.Struct, frozen=True):
@@ -204,54 +200,13 @@ class ResponseStore:
         assert self._num_bytes == sum(shelf.num_bytes for shelf in self._shelves.values())
 
 
-class ResponseFile:
-    """Keeps responses on disk. One thread at a time uses it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def load(self) -> dict[Key, KeptResponse]:
-        """Return the saved responses, least recently used first; raises ConfigError if the file is
-        not a file of responses."""
-        if not self._path.exists():
-            return {}
-        try:
-            with closing(sqlite3.connect(self._path)) as database:
-                if not self._has_table(database):
-                    return {}
-                rows = database.execute("SELECT * FROM responses ORDER BY used_s").fetchall()
-        except sqlite3.Error as error:
-            raise ConfigError(f"{self._path} cannot be read as responses: {error}") from None
-        return {(owner, row[0]): KeptResponse(*row) for owner, *row in rows}
-
-    def save(self, changes: Mapping[Key, KeptResponse | None]) -> None:
-        """Save these responses, and delete those that are None; raises sqlite3.Error or OSError."""
-        self._path.touch(mode=0o600)
-        with closing(sqlite3.connect(self._path, isolation_level=None)) as database:
-            database.execute("PRAGMA secure_delete = ON")  # overwrites what is deleted
-            database.execute("BEGIN IMMEDIATE")  # atomic: nothing is saved without COMMIT
-            database.execute(f"PRAGMA user_version = {FORMAT}")
-            database.execute(_TABLE)
-            database.executemany(
-                "DELETE FROM responses WHERE owner = ? AND response_id = ?", changes.keys()
-            )
-            database.executemany(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)",
-                ((key[0], *_row(kept)) for key, kept in changes.items() if kept is not None),
-            )
-            database.execute("COMMIT")
-
-    def _has_table(self, database: sqlite3.Connection) -> bool:
-        """Whether the file has the table. It has none if the process that made the file was killed
-        during its first save."""
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if version == num_tables == 0:
-            return False
-        if version != FORMAT:
-            raise ConfigError(f"{self._path} has format {version}, this version reads {FORMAT}")
-        return True
+def response_file(path: Path) -> KeptFile[KeptResponse]:
+    """A file of responses."""
+    return KeptFile(path, _TABLE)
 
 
-def _row(kept: KeptResponse) -> tuple[object, ...]:
+def _columns(kept: KeptResponse) -> tuple[object, ...]:
     return (kept.response_id, kept.previous_id, kept.session_id, kept.data, kept.used_s)
+
+
+_TABLE = KeptTable("responses", "response_id", (_STATEMENT,), KeptResponse, _columns)

@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
+
+from mainstem.text.kept_file import KeptFile, Key
 
 SAVE_S = 2.0  # between two saves; a kill may lose the changes of this time
 
 log = logging.getLogger("mainstem.server")
 
-Key = tuple[str, str]  # owner, id
 T = TypeVar("T")
-Saved_contra = TypeVar("Saved_contra", contravariant=True)
 
 
 class Changing(Protocol[T]):
@@ -28,18 +28,11 @@ class Changing(Protocol[T]):
         """Mark entries as changed again, because they could not be saved."""
 
 
-class SavedIn(Protocol[Saved_contra]):
-    """A file in which entries are saved."""
-
-    def save(self, changes: Mapping[Key, Saved_contra | None], /) -> None:
-        """Save atomically; raises sqlite3.Error or OSError."""
-
-
 class Saver(Generic[T]):
     """Saves what has changed, every few seconds and at the end. Lives on the event loop."""
 
     def __init__(
-        self, name: str, kept: Changing[T], file: SavedIn[T], every_s: float = SAVE_S
+        self, name: str, kept: Changing[T], file: KeptFile[T], every_s: float = SAVE_S
     ) -> None:
         self._name = name  # name of the entries, for logs
         self._kept = kept
