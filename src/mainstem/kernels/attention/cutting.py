@@ -30,8 +30,8 @@ LARGE_ON = (
 )  # fmt: skip
 LARGE_OF = 132
 # Small units per program in a step without large ones. With 0.9 or 0.8, some programs are left for
-# short spans.
-SMALL_ON = (1.0, 0.9, 0.8, 2.0)
+# short spans; with the last, no span is cut.
+SMALL_ON = (1.0, 0.9, 0.8, 2.0, 1e-9)
 ROUNDING = 0.97  # times the keys of a unit: otherwise rounding could give one unit fewer
 # Times the estimate of the longest large unit. Fitted to the cuts of 97 steps: steps whose units
 # differ in length would otherwise take longer than estimated (docs/log/kernels.md).
@@ -121,7 +121,8 @@ def ways_to_cut(spans: Spans, shape: Shape) -> list[Way]:
     """All ways that are compared; some may leave too many Partials."""
     columns = _columns(spans, shape.group)
     choices = (_sort(columns, is_large, shape) for is_large in _choices(columns, shape))
-    return [way for of in choices for way in _ways(of, shape)]
+    is_shared = len(spans.query_rows) > int(spans.query_rows.max(initial=-1)) + 1
+    return [way for of in choices for way in _ways(of, shape, is_shared=is_shared)]
 
 
 def _columns(spans: Spans, group: int) -> Floats:
@@ -162,16 +163,19 @@ def _sort(columns: Floats, is_large: Bools, shape: Shape) -> Sorted:
     return Sorted(spans, num_large, keys, seen, rows, np.ceil(rows / tile_rows))
 
 
-def _ways(of: Sorted, shape: Shape) -> list[Way]:
+def _ways(of: Sorted, shape: Shape, *, is_shared: bool) -> list[Way]:
     """The ways to cut for one choice of large spans. Beside large spans, small ones are cut in one
-    way only."""
+    way only. `is_shared`: some token is in several spans."""
     slots, own = float(shape.large.slots), slice(of.num_large, None)
     if not of.num_large:
         places = [float(shape.num_programs) * share for share in SMALL_ON]
-        return [
-            Way(of, NO_STRETCHES, stretches, slots, _small_us(work, shape), work.rows)
-            for stretches, work in _works(of, own, shape.small, places, shape)
-        ]
+        ways, whole = [], float(of.row_tiles.sum()) * shape.small.units
+        for stretches, work in _works(of, own, shape.small, places, shape):
+            has_merge = is_shared or work.units > whole  # otherwise each token has one unit
+            merged = work if has_merge else work._replace(rows=0.0)
+            us = _small_us(merged, shape)
+            ways.append(Way(of, NO_STRETCHES, stretches, slots, us, merged.rows))
+        return ways
     [(small, small_work)] = _works(of, own, shape.small, [float(shape.num_programs)], shape)
     places, multiprocessors = _large_on(shape.large.slots)
     large = _works(of, slice(of.num_large), shape.large, places, shape)
@@ -227,7 +231,12 @@ def _small_us(small: Work, shape: Shape) -> float:
     busy = min(programs, small.units)
     speed = min(pace.reads / (busy * (small.keys / small.us)), 1.0)
     end = max(small.us / busy / speed, small.last_us(programs) / math.sqrt(speed))
-    return end + pace.merge_us * small.rows
+    return end + _merge_us(small.rows, shape)
+
+
+def _merge_us(rows: float, shape: Shape) -> float:
+    """The merge is launched only if there are Partials."""
+    return shape.tiles.pace.merge_us * rows + (shape.tiles.pace.launch_us if rows else 0.0)
 
 
 def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
@@ -261,6 +270,6 @@ def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
     own_end = own_us / beside if own_us <= done else large_us + (own_us - done) / alone
     end = min(end, own_end) + pace.apart * small.longest_us
     end = max(end, (0.0 if early > 0.0 else large_us) + small.longest_us)
-    merge_us = pace.merge_us * (large.rows + small.rows)
+    merge_us = _merge_us(large.rows + small.rows, shape)
     last = max(large.last_us(sms), LONGEST * large.longest_us)
     return max(last * slower, end) + merge_us + pace.launch_us

@@ -36,7 +36,7 @@ class Pace:
     least_speed: float = 0.15  # beside large units, small ones keep this share of their fair speed
     apart: float = 0.35  # end times of programs differ by this share of the longest small unit
     merge_us: float = 0.0  # of one head's Partial
-    launch_us: float = 0.0  # of the kernel for large units, if they have their own
+    launch_us: float = 0.0  # of one more kernel: that of large units, or the merge
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
