@@ -21,10 +21,10 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import Runner, StateUse, Step
 from mainstem.engine.build import build_engine, load_folder
 from mainstem.engine.engine import Engine
-from mainstem.models.families import spec_from_config
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.recurrence import DecodeStates
-from mainstem.runner.states import rows_that_fit
+from mainstem.runner.states import rows_for, rows_that_fit
+from mainstem_bench.shapes import SHAPES
 from tests.builders import Collector, a_request, run_all
 from tests.families.test_mamba import GRANITE, MAMBA
 from tests.families.test_qwen_hybrid import HYBRID
@@ -142,19 +142,9 @@ def test_answers_to_one_prompt_are_alike(folder: Path) -> None:
     assert num_with_rows(steps) == 3
 
 
-def test_a_state_holds_rows_of_several_sequences() -> None:
-    """Qwen3.6-27B: a row has the keys of 16 heads and the values of 48, in 16 bits."""
-    config = Qwen3_5TextConfig(
-        linear_num_key_heads=16,
-        linear_num_value_heads=48,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        hidden_size=5120,
-        num_attention_heads=24,
-        num_key_value_heads=4,
-        head_dim=256,
-    )
-    spec = spec_from_config({**config.to_dict(), "architectures": ["Qwen3_5ForCausalLM"]})
+def test_a_state_has_room_for_the_rows_of_a_sequence() -> None:
+    """Qwen3.6-27B: a row has the keys of 16 heads and the values of 48, in 16 bits or in 32."""
+    spec = SHAPES["qwen36-27b"]
     page_bytes = 16 * spec.kv_elements_per_token * 2
     found = rows_that_fit(spec, torch.bfloat16, torch.bfloat16, page_bytes)
     assert (found.per_state, found.num_rows) == (1, 128)
@@ -171,6 +161,16 @@ def test_convolutions_without_a_matrix_have_no_rows(tmp_path: Path) -> None:
     runner.close()
     assert facts.num_states > 0
     assert facts.row_slots_per_state == 0
+
+
+def test_deterministic_models_have_no_rows() -> None:
+    """Rows round otherwise than states, so bits would show who else was there."""
+    spec = SHAPES["qwen36-27b"]
+    page_bytes = 16 * spec.kv_elements_per_token * 2
+    for is_deterministic, num_rows in ((False, 128), (True, 0)):
+        config = EngineConfig(ModelConfig(deterministic=is_deterministic))
+        found = rows_for(config, spec, torch.bfloat16, torch.bfloat16, page_bytes)
+        assert found.num_rows == num_rows
 
 
 def test_graphs_have_the_rows_of_their_step() -> None:

@@ -10,7 +10,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Step
 from mainstem.engine.engine import Engine
-from tests.builders import VOCAB, a_request, an_engine, run_all
+from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer
 from tests.runner.steps import num_folds, num_with_rows
 
@@ -96,16 +96,35 @@ def test_few_slots_for_states_lose_no_answer(num_states: int, max_tokens: int) -
 
 
 def test_sequences_that_cannot_fold_are_preempted() -> None:
-    """Answers get longer than expected, and all states that are kept are read."""
+    """Two siblings run, and somebody takes all free slots. When the rows of the first are full, the
+    other one is preempted. The first is the only reader then, and folds in place."""
     bus, preempted = EventBus(), list[SequencePreempted]()
     bus.subscribe(SequencePreempted, preempted.append)
-    runner = a_runner(4)
-    engine = an_engine_with_rows(runner, 4, num_rows=16, bus=bus)
-    prompts = [
-        *([*range(SHARED), 90 + i, 1] for i in range(2)),
-        *([*range(10, 10 + SHARED), 80 + i, 1] for i in range(2)),
-    ]
-    check_answers(engine, prompts, 40)
+    runner = a_runner(6)
+    engine, stem = an_engine_with_rows(runner, 6, num_rows=16, bus=bus), list(range(SHARED))
+    run_all(engine, [a_request([*stem, 60, 1], 2, keep_tokens=SHARED)])
+    prompts = [[*stem, 90 + i, 1, 2] for i in range(2)]
+    for request in requests_for(prompts, 40):
+        engine.submit(request)
+    engine.step()
+    assert most_with_rows(runner.steps) == 2
+    states = engine._store.states
+    assert states is not None
+    taken = []
+    while (slot := states.take()) is not None:
+        taken.append(slot)
+    collector = Collector()
+    while not collector.reasons:
+        collector.add(engine.step())
+        engine.check()
+    assert len(preempted) == 1
+    assert num_folds(runner.steps) == 1
+    for slot in taken:
+        states.give_back(slot)
+    while engine.has_work:
+        collector.add(engine.step())
+    for index, prompt in enumerate(prompts):
+        assert collector.tokens[str(index), 0] == fake_answer(prompt, 40, VOCAB)
 
 
 def test_answers_to_one_prompt_keep_rows() -> None:

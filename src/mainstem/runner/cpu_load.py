@@ -63,7 +63,6 @@ def load_cpu_runner(
     num_states = cache.num_states(
         budget, kv_bytes, state_bytes, config.sched.max_seqs, has_tiers=config.store.host_bytes > 0
     )
-    num_states = smallest(num_states, ranks, torch.device("cpu"))
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     budget -= state_memory
     left = available_bytes()  # before any rank allocates pages

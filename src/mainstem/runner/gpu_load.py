@@ -87,7 +87,6 @@ def load_gpu_runner(
         config.sched.max_seqs,
         has_tiers=config.store.host_bytes > 0,
     )
-    num_states = smallest(num_states, ranks, device)
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     free_bytes -= state_memory
     kv = divide(KvCosts.of(part, dtype.itemsize), cache, free_bytes, context, max_tokens)
