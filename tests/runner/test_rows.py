@@ -16,7 +16,15 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig, Share
+from mainstem.core.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    SchedConfig,
+    Share,
+    Siblings,
+)
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Runner, StateUse, Step
 from mainstem.engine.build import build_engine, load_folder
@@ -167,10 +175,29 @@ def test_deterministic_models_have_no_rows() -> None:
     """Rows round otherwise than states, so bits would show who else was there."""
     spec = SHAPES["qwen36-27b"]
     page_bytes = 16 * spec.kv_elements_per_token * 2
-    for is_deterministic, num_rows in ((False, 128), (True, 0)):
-        config = EngineConfig(ModelConfig(deterministic=is_deterministic))
-        found = rows_for(config, spec, torch.bfloat16, torch.bfloat16, page_bytes)
+    cases = [
+        (Siblings.AUTO, True, False, 128), (Siblings.AUTO, True, True, 0),
+        (Siblings.AUTO, False, False, 0), (Siblings.ON, False, False, 128),
+        (Siblings.ON, False, True, 0), (Siblings.OFF, True, False, 0),
+    ]  # fmt: skip
+    for siblings, by_default, is_deterministic, num_rows in cases:
+        config = EngineConfig(
+            ModelConfig(deterministic=is_deterministic), sched=SchedConfig(siblings=siblings)
+        )
+        dtype = torch.bfloat16
+        found = rows_for(config, spec, dtype, dtype, page_bytes, by_default=by_default)
         assert found.num_rows == num_rows
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_graphs_of_any_size_can_run_before_the_first_step(size: int) -> None:
+    """They are captured then: a kernel that takes what the lists name must find nothing there."""
+    slots = DecodeStates(8, 24, torch.device("cpu"))
+    found = slots.segments(size, has_rows=True).rows
+    assert found is not None
+    assert found.sizes[:2].tolist() == [0, 0]
+    assert found.slots[:size].tolist() == [-1] * size
+    assert int(found.group_starts[0]) == 0
 
 
 def test_graphs_have_the_rows_of_their_step() -> None:

@@ -120,6 +120,14 @@ class Share(Enum):
     READS = "reads"  # computed once, stored once, read once per step
 
 
+class Siblings(Enum):
+    """Whether sequences that start from one state of recurrent layers read it together."""
+
+    AUTO = "auto"  # on a CPU; on a GPU it has run in parts only, not yet as a whole
+    ON = "on"
+    OFF = "off"
+
+
 class DType(Enum):
     AUTO = "auto"  # the checkpoint's, unless the device is slow with it
     FP32 = "float32"
@@ -299,6 +307,12 @@ class SchedConfig:
         Share.READS,
         "what equal prefixes share: nothing (none), computation and storage (storage), or also "
         "reads, once per step (reads)",
+    )
+    siblings: Siblings = setting(
+        Siblings.AUTO,
+        "whether sequences that start from one state of recurrent layers read it together, and "
+        "keep only rows of their own tokens; needs share=reads. auto: on a CPU. On a GPU its "
+        "kernels have been tested and measured, but not yet a whole engine with them",
     )
     max_model_len: int | None = setting(
         None, "context window", unset="the model's own", range=at_least(2)

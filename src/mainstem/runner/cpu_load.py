@@ -77,7 +77,7 @@ def load_cpu_runner(
     )
     cache.check_fits(ranks.shard.of * (kv.num_bytes + state_memory), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
-    rows = rows_for(config, part, dtype, torch.float32, page_bytes)
+    rows = rows_for(config, part, dtype, torch.float32, page_bytes, by_default=True)
     facts = facts.with_states(num_states, per_state, rows.per_state, rows.num_rows)
     pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
     runner = CpuRunner(decoder, pages, context, num_states=num_states, rows=rows)

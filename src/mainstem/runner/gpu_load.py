@@ -104,7 +104,7 @@ def load_gpu_runner(
     attention = GpuAttention(
         part, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
     )
-    recurrence, rows = None, rows_for(config, part, dtype, dtype, page_bytes)
+    recurrence, rows = None, rows_for(config, part, dtype, dtype, page_bytes, by_default=False)
     if num_states:
         states = DeviceStates(part, num_states, dtype, device, pages.page_bytes, rows)
         recurrence = Recurrence(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mainstem.core.step import Step
-from mainstem.kernels.recurrent.rows import LayerRows, RowUse, pack_rows, row_width
+from mainstem.kernels.recurrent.rows import NUM_PACKED, LayerRows, RowUse, pack_rows, row_width
 from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 from mainstem.kv.states import NO_STATE
 from mainstem.models.block import Attention
@@ -199,9 +199,10 @@ class DecodeStates:
         self._is_serial = is_serial
         self._numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self._slots = torch.full((2, max_tokens), num_states, dtype=torch.int32, device=device)
-        no_rows, trash = np.full((2, max_tokens), [[NO_STATE], [num_states]], np.int32)
-        packed = pack_rows(no_rows, np.zeros_like(no_rows), trash, trash)
-        self._rows = torch.from_numpy(packed).to(device)
+        # before the first step: no sequence has rows, and a graph of any size has nothing to write
+        self._rows = torch.zeros(NUM_PACKED, row_width(max_tokens), dtype=torch.int32)
+        self._rows[0] = NO_STATE
+        self._rows = self._rows.to(device)
         self._uploads = Uploads(device)
 
     def send(self, step: Step, size: int) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mainstem.core.config import EngineConfig, Share
+from mainstem.core.config import EngineConfig, Share, Siblings
 from mainstem.core.step import Int32s
 from mainstem.kernels.recurrent.rows import ROOM_STEP, LayerRows
 from mainstem.models.recurrence import DeltaSpec, MambaSpec, RecurrentSpec, ShortConvSpec
@@ -74,10 +74,14 @@ def rows_for(
     dtype: torch.dtype,
     row_dtype: torch.dtype,
     page_bytes: int,
+    *,
+    by_default: bool,
 ) -> RowShape:
     """Likewise, or none if states are not to be read together, or if bits must not depend on who
-    else reads them."""
-    if config.sched.share is not Share.READS or config.model.deterministic:
+    else reads them. `by_default`: what `siblings=auto` means."""
+    siblings = Siblings.OFF if config.sched.share is not Share.READS else config.sched.siblings
+    is_on = siblings is Siblings.ON or (siblings is Siblings.AUTO and by_default)
+    if config.model.deterministic or not is_on:
         return NO_ROWS
     return rows_that_fit(spec, dtype, row_dtype, page_bytes)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 SIBLINGS = 16  # sequences that are multiplied by one read of a state
 ROOM_STEP = 16  # the room of a slot is a multiple of this
+NUM_PACKED = 6  # arrays of `pack_rows`
 _ALIGNED = 4  # numbers: Triton compiles a kernel anew for arrays at other addresses
 
 Ints = NDArray[np.int32]
@@ -93,7 +94,7 @@ def pack_rows(slots: Ints, counts: Ints, reads: Ints, decode_writes: Ints) -> In
     members = members[np.argsort(reads[members], kind="stable")]
     writers = np.flatnonzero(~is_member).astype(np.int32)
     group_starts = _group_starts(reads[members])
-    packed = np.zeros((6, row_width(len(slots))), np.int32)
+    packed = np.zeros((NUM_PACKED, row_width(len(slots))), np.int32)
     packed[3] = len(members)
     sizes = np.array([len(group_starts) - 1, len(writers)], np.int32)
     parts = (slots, counts, members, group_starts, writers, sizes)
