@@ -46,10 +46,10 @@ COLUMNS = 64  # of a state in one program
 # the best of ten to twenty settings each on an H200, heads of 128; see docs/log/gpu.md
 BASE_PROGRAMS = 528
 GATE_PROGRAMS = 132
-WRITER_PROGRAMS = 1056
+WRITER_PROGRAMS = 2112
 BASE_OPTIONS = {"num_warps": 4, "num_stages": 2}
 ROW_OPTIONS = {"num_warps": 1, "num_stages": 1}
-WRITER_OPTIONS = {"num_warps": 4, "num_stages": 1}
+WRITER_OPTIONS = {"num_warps": 2, "num_stages": 1}
 
 
 @triton.jit
