@@ -23,7 +23,7 @@ LARGEST = 12  # kernels listed by name
 
 # the first pattern that matches decides
 KINDS = {
-    "recurrent": r"_(delta_decode|delta_solve|delta_pass|convolve|scan|gated_norm)\w*_kernel",
+    "recurrent": r"_(delta_(decode|solve|pass)|sibling|convolve|scan|gated_norm)\w*_kernel",
     "copies": r"memcpy|memset|copy|aten::clone",
     "attention": r"span|units_kernel|attention|attn|flash|merge",
     "sampling": r"argmax|sample|sampling|topk|top_k|sort|softmax|multinomial|cumsum"

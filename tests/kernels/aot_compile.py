@@ -98,8 +98,8 @@ from mainstem.kernels.recurrent.siblings import (
     COLUMNS,
     ROW_OPTIONS,
     ROWS,
-    _base_kernel,
-    _row_kernel,
+    _sibling_bases_kernel,
+    _sibling_rows_kernel,
 )
 from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
@@ -565,7 +565,10 @@ def _row_jobs(
             "BLOCK_V": COLUMNS, "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS, "GATES": 132,
             "HEAD_LANES": 64, "KEY_HEAD_LANES": 16,
         }  # fmt: skip
-        for kernel, options in ((_base_kernel, BASE_OPTIONS), (_row_kernel, ROW_OPTIONS)):
+        for kernel, options in (
+            (_sibling_bases_kernel, BASE_OPTIONS),
+            (_sibling_rows_kernel, ROW_OPTIONS),
+        ):
             constants = _known(kernel, {**sizes, **_nothing(*nothing)})
             yield kernel, constants, {"keys_ptr": "*bf16"}, options
 

@@ -46,10 +46,10 @@ COLUMNS = 64  # of a state in one program
 # the best of ten to twenty settings each on an H200, heads of 128; see docs/log/gpu.md
 BASE_PROGRAMS = 528
 GATE_PROGRAMS = 132
-WRITER_PROGRAMS = 1056
+WRITER_PROGRAMS = 2112
 BASE_OPTIONS = {"num_warps": 4, "num_stages": 2}
 ROW_OPTIONS = {"num_warps": 1, "num_stages": 1}
-WRITER_OPTIONS = {"num_warps": 4, "num_stages": 1}
+WRITER_OPTIONS = {"num_warps": 2, "num_stages": 1}
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def _write_gates(
 
 
 @triton.jit
-def _base_kernel(
+def _sibling_bases_kernel(
     q_ptr, k_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, found_ptr, gates_ptr,
     norms_ptr, keys_ptr, sums_ptr, reads_ptr, row_slots_ptr, counts_ptr, members_ptr,
     group_starts_ptr, sizes_ptr,
@@ -184,7 +184,7 @@ def _of_rows(
 
 
 @triton.jit
-def _row_kernel(
+def _sibling_rows_kernel(
     q_ptr, k_ptr, v_ptr, b_ptr, skip_ptr, of_base_ptr, gates_ptr, norms_ptr, out_ptr,
     keys_ptr, values_ptr, sums_ptr, row_slots_ptr, counts_ptr, writes_ptr,
     stride_q, stride_k, stride_v, stride_out, stride_keys, stride_values, stride_sums, room, plane,
@@ -304,7 +304,7 @@ def decode_with_rows(
     precision = "ieee" if v.dtype == torch.float32 else "tf32"
     gate_programs = min(GATE_PROGRAMS, num_decodes)
     stride_b = 0 if b is None else b.stride(0)
-    _base_kernel[(gate_programs + min(items, BASE_PROGRAMS),)](
+    _sibling_bases_kernel[(gate_programs + min(items, BASE_PROGRAMS),)](
         q, k, a, b, inputs.a_log, inputs.dt_bias, matrix, of_base, gates, norms,
         rows.keys, rows.sums, segments.reads, use.slots, use.counts, use.members,
         use.group_starts, use.sizes,
@@ -314,7 +314,7 @@ def decode_with_rows(
         KEY_HEAD_LANES=next_power_of_2(key_heads), PRECISION=precision, **sizes,
         **BASE_OPTIONS,
     )  # fmt: skip
-    _row_kernel[(heads, num_decodes)](
+    _sibling_rows_kernel[(heads, num_decodes)](
         q, k, v, b, inputs.skip, of_base, gates, norms, out,
         *rows[1:], use.slots, use.counts, segments.writes,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0),
