@@ -36,6 +36,7 @@ class SequenceRows:
         self._states = states
         self._table = table
         self._to_fold: set[int] = set()  # sequences that may fill their rows, and own no state yet
+        self._planned: set[int] = set()  # sequences that fold in the next step that has them
 
     @property
     def num_to_fold(self) -> int:
@@ -98,7 +99,8 @@ class SequenceRows:
             if own is None:
                 raise OutOfStates
             table.state_own[slot] = own
-            self._to_fold.discard(slot)
+            self._to_fold.remove(slot)
+            self._planned.add(slot)
 
     def use(self, slots: Int32s) -> tuple[Int32s, Int32s] | None:
         """The row slots of the sequences of a step, and the number of rows in each. None: no
@@ -112,10 +114,9 @@ class SequenceRows:
 
     def end_folds(self, slots: Int32s) -> None:
         """The step of these sequences is complete: no later one reads the rows that it folds."""
-        table = self._table
-        is_folded = (table.row_slot[slots] != NO_ROWS) & (table.state_own[slots] != NO_STATE)
-        for slot in slots[is_folded].tolist():
-            self.leave(SeqSlot(slot))
+        if self._planned:
+            for slot in self._planned.intersection(slots.tolist()):
+                self.leave(SeqSlot(slot))
 
     def leave(self, slot: SeqSlot) -> bool:
         """A sequence does not need its rows any more. Returns whether it had any."""
@@ -124,9 +125,11 @@ class SequenceRows:
             return False
         self._table.row_slot[slot] = NO_ROWS
         self._to_fold.discard(int(slot))
+        self._planned.discard(int(slot))
         self._slots.give_back(rows)
         return True
 
     def clear(self) -> None:
         """No sequence runs, and the store has freed all slots or will."""
         self._to_fold.clear()
+        self._planned.clear()
