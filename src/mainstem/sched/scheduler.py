@@ -261,7 +261,7 @@ class Scheduler:
         for sequence in self._outputs.keep_logprobs(step, result):
             assert sequence.prompt_logprobs is not None
             if sequence.chain is not None:
-                self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs.found)
+                self._store.index.keep_logprobs(sequence.chain, sequence.prompt_logprobs.found)
         self._outputs.keep_masses(step, result)
         table.append_samples(slots, token_ids)
         self._running.name_filled(slots)
