@@ -30,33 +30,27 @@ from mainstem.models.quantized.stored import (
 )
 
 
-class CompressedReader:
-    """A stored.Reader."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        return files.shape_of(f"{name}.weight_scale") is not None
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight:
-        for unneeded in ("input_scale", "input_zero_point", "output_scale", "weight_shape"):
-            files.drop(f"{name}.{unneeded}")
-        if packing.kind is PackedKind.MXFP4:
-            return _read_mxfp4(files, name, part)
-        is_in_words = files.shape_of(f"{name}.weight_packed") is not None
-        values = (_words if is_in_words else _bytes)(files, name, packing, part)
-        scales, group, block_rows = read_scales(files, name, packing, part)
-        if packing.kind is PackedKind.FP8:
-            return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
-        order = _order(files, name, part, group)
-        return PackedWeight(
-            kind=packing.kind,
-            values=values if order is None else reorder_columns(values, order.long(), packing.kind),
-            scales=scales.to(files.dtype),
-            zeros=_zeros(files, name, packing, part, is_in_words) if packing.has_zeros else None,
-            group=group,
-            order=order,
-        )
+def read_compressed_tensors(
+    files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
+) -> PackedWeight:
+    for unneeded in ("input_scale", "input_zero_point", "output_scale", "weight_shape"):
+        files.drop(f"{name}.{unneeded}")
+    if packing.kind is PackedKind.MXFP4:
+        return _read_mxfp4(files, name, part)
+    is_in_words = files.shape_of(f"{name}.weight_packed") is not None
+    values = (_words if is_in_words else _bytes)(files, name, packing, part)
+    scales, group, block_rows = read_scales(files, name, packing, part)
+    if packing.kind is PackedKind.FP8:
+        return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
+    order = _order(files, name, part, group)
+    return PackedWeight(
+        kind=packing.kind,
+        values=values if order is None else reorder_columns(values, order.long(), packing.kind),
+        scales=scales.to(files.dtype),
+        zeros=_zeros(files, name, packing, part, is_in_words) if packing.has_zeros else None,
+        group=group,
+        order=order,
+    )
 
 
 def _words(files: Stored, name: str, packing: Packing, part: WantedPart) -> Tensor:

@@ -15,23 +15,16 @@ from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import Stored, WantedPart
 
 
-class Fp8Reader:
-    """A stored.Reader."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        names = (f"{name}.weight_scale_inv", f"{name}.weight_scale")
-        return any(files.shape_of(each) is not None for each in names)
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight:
-        values = files.stored(f"{name}.weight", part.shape, (*part.lead, part.rows, part.columns))
-        if values.dtype != torch.float8_e4m3fn:
-            raise UnsupportedModel(f"tensor {name}.weight is of {values.dtype}, expected fp8 e4m3")
-        for unneeded in ("input_scale", "activation_scale"):
-            files.drop(f"{name}.{unneeded}")
-        scales, group, block_rows = read_scales(files, name, packing, part)
-        return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
+def read_fp8(
+    files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
+) -> PackedWeight:
+    values = files.stored(f"{name}.weight", part.shape, (*part.lead, part.rows, part.columns))
+    if values.dtype != torch.float8_e4m3fn:
+        raise UnsupportedModel(f"tensor {name}.weight is of {values.dtype}, expected fp8 e4m3")
+    for unneeded in ("input_scale", "activation_scale"):
+        files.drop(f"{name}.{unneeded}")
+    scales, group, block_rows = read_scales(files, name, packing, part)
+    return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
 
 
 def read_scales(

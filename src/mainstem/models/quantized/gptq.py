@@ -27,37 +27,31 @@ from mainstem.models.quantized.stored import (
 _ONES = {4: 0x11111111, 8: 0x01010101}  # 1 in every number of a word
 
 
-class GptqReader:
-    """A stored.Reader."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        return files.shape_of(f"{name}.qweight") is not None
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight:
-        kind, bits = packing.kind, bits_of(packing.kind)
-        per_word, group = 32 // bits, packing.group or part.width
-        words = files.stored(
-            f"{name}.qweight",
-            (part.width // per_word, part.out),
-            (part.column_words(per_word), part.rows),
-        )
-        values = words.t().contiguous().view(torch.uint8)
-        scales = files.stored(
-            f"{name}.scales",
-            (part.width // group, part.out),
-            (part.column_words(group), part.rows),
-        )
-        order = _order(files, name, part, group)
-        return PackedWeight(
-            kind=kind,
-            values=values if order is None else reorder_columns(values, order.long(), kind),
-            scales=scales.t().contiguous().to(files.dtype),
-            zeros=_zeros(files, spec, name, packing, part),
-            group=min(group, part.columns.stop - part.columns.start),
-            order=order,
-        )
+def read_gptq(
+    files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
+) -> PackedWeight:
+    kind, bits = packing.kind, bits_of(packing.kind)
+    per_word, group = 32 // bits, packing.group or part.width
+    words = files.stored(
+        f"{name}.qweight",
+        (part.width // per_word, part.out),
+        (part.column_words(per_word), part.rows),
+    )
+    values = words.t().contiguous().view(torch.uint8)
+    scales = files.stored(
+        f"{name}.scales",
+        (part.width // group, part.out),
+        (part.column_words(group), part.rows),
+    )
+    order = _order(files, name, part, group)
+    return PackedWeight(
+        kind=kind,
+        values=values if order is None else reorder_columns(values, order.long(), kind),
+        scales=scales.t().contiguous().to(files.dtype),
+        zeros=_zeros(files, spec, name, packing, part),
+        group=min(group, part.columns.stop - part.columns.start),
+        order=order,
+    )
 
 
 def _zeros(

@@ -6,8 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mainstem.models.packed import PackedKind, PackedWeight
-from mainstem.models.quantized.packing import Packing, QuantizedSpec
+from mainstem.models.packed import PackedKind
 
 _ROWS_AT_ONCE = 1024  # rows that are unpacked at once
 
@@ -53,17 +52,6 @@ class WantedPart:
 
     def column_words(self, size: int) -> slice:
         return slice(self.columns.start // size, -(-self.columns.stop // size))
-
-
-class Reader(Protocol):
-    """Reads one layout."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        """Whether the files hold this product packed."""
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight: ...
 
 
 def bits_of(kind: PackedKind) -> int:
