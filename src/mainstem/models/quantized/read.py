@@ -17,7 +17,7 @@ from mainstem.models.quantized.mxfp4 import read_mxfp4
 from mainstem.models.quantized.packing import Layout, Packing, QuantizedSpec
 from mainstem.models.quantized.stored import Stored, WantedPart
 
-Read = Callable[[Stored, QuantizedSpec, str, Packing, WantedPart], PackedWeight]
+Read = Callable[[WantedPart], PackedWeight]
 
 # how products are read, and the endings of tensors that only packed products have
 _LAYOUTS: dict[Layout, tuple[Read, tuple[str, ...]]] = {
@@ -50,10 +50,8 @@ def read_packed(
     rows = _outwards(first_row, end_row, shape[-2], lcm(_WORD, packing.block_rows or 1))
     unit = None if spec.has_order else lcm(_WORD, packing.group or 1)
     columns = _outwards(first_column, end_column, shape[-1], unit)
-    part = WantedPart(
-        shape=shape, lead=tuple(slice(*end) for end in ends[:-2]), rows=rows, columns=columns
-    )
-    packed = read(files, spec, name, packing, part)
+    lead = tuple(slice(*end) for end in ends[:-2])
+    packed = read(WantedPart(files, spec, name, packing, shape, lead, rows, columns))
     if (rows.start, rows.stop) != (first_row, end_row):
         packed = packed.rows(slice(first_row - rows.start, end_row - rows.start))
     if (columns.start, columns.stop) != (first_column, end_column):
