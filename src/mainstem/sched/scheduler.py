@@ -1,6 +1,6 @@
 """The scheduler takes requests, makes Steps, and takes their results.
 
-What starts next, and why: next_step here, then sched/starting.py and sched/queue.py. Who leaves so
+What starts next, and why: next_step here, then sched/starting.py and sched/queue.py. What leaves so
 that others can run: sched/room.py.
 
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
