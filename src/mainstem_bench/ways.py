@@ -8,6 +8,7 @@ from mainstem.core.config import EngineConfig
 from mainstem.core.events import EventBus, PromptTruncated
 from mainstem.core.request import Overflow
 from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
+from mainstem_bench.kept import KeptRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,13 @@ WAYS = {
 }
 
 
-class WatchedRunner:
+class WatchedRunner(KeptRunner):
     """Runs steps, and records the logprob of each next token of a given text, and the likeliest
     token. With `is_naive`, moved keys are not rotated; otherwise answers are unchanged."""
 
     def __init__(self, runner: Runner, text_ids: Int32s, first: int, is_naive: bool) -> None:
         """Tokens from number `first` on are scored."""
-        self._runner = runner
+        super().__init__(runner)
         self._text_ids = text_ids
         self._first = first
         self._is_naive = is_naive
@@ -87,16 +88,6 @@ class WatchedRunner:
         if self._is_naive:
             step = replace(step, move_by=np.zeros_like(step.move_by))
         return _Watched(self, number, self._runner.launch(step))
-
-    def drain(self) -> None:
-        """See the runner that it watches."""
-        self._runner.drain()
-
-    def check(self) -> None:
-        self._runner.check()
-
-    def close(self) -> None:
-        self._runner.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,7 +369,9 @@ def test_a_restarted_server_costs_hits_and_no_answer(server: RedisServer) -> Non
 def test_a_server_that_hangs_before_a_read_delays_no_request(server: RedisServer) -> None:
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
-    asked = tiered.store.loader.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
+    asked = tiered.store.loader.questions.ask(
+        tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys
+    )
     assert asked is not None
     while tiered.store.loader.questions.is_open(asked):
         tiered.engine.step()
@@ -566,7 +568,9 @@ def test_a_server_that_evicts_costs_hits_and_no_answer(server: RedisServer) -> N
     store_prompt(server.url)
     seen = Seen()
     tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
-    asked = tiered.store.loader.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
+    asked = tiered.store.loader.questions.ask(
+        tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys
+    )
     assert asked is not None
     while tiered.store.loader.questions.is_open(asked):
         tiered.store.poll()

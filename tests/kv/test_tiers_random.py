@@ -193,7 +193,7 @@ class _Driver:
             case 6 if self.below:
                 rng.choice(self.below).is_full = rng.random() < 0.5
             case 9 if self.below:
-                asked = loader.ask(keys)
+                asked = loader.questions.ask(keys)
                 assert asked is None or loader.questions.is_open(asked)
                 if asked is not None and loader.questions.awaits(asked, 3.0):
                     self.awaited.add(asked)

@@ -10,7 +10,6 @@ from mainstem.core.config import Saving, StoreConfig
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
-from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s
 from mainstem.kv.copies import TierCopies
 from mainstem.kv.eviction import policy_named
@@ -43,7 +42,8 @@ class KVStore:
 
     take/give_back lends empty pages; lease/release lends filled ones; reserve/commit/abort names
     pages while they are filled. Only idle pages are evicted. With tiers below the device (`stack`),
-    `saver` saves filled pages as steps fill them, and `loader` knows what can be loaded.
+    `saver` saves filled pages as steps fill them, and `loader` knows what can be loaded. `finder`
+    and `index` find what is on the device.
     """
 
     def __init__(  # noqa: PLR0913  # the parts it is joined from
@@ -75,18 +75,18 @@ class KVStore:
             self.rows = RowSlots(self.states, row_slots_per_state, rows_per_slot)
         self.parts = parts
         self._pool = PagePool(num_pages, parts)
-        self._index = PrefixIndex(self._pool, page_size, bus, ranking)
+        self.index = PrefixIndex(self._pool, page_size, bus, ranking)
         if parts is not None:
-            parts.pinned = lambda: self._index.order.pinned
+            parts.pinned = lambda: self.index.order.pinned
         self._awaited: Callable[[int], Sequence[PageChain]] = lambda _: ()
         if self.states is not None and ranking.sees_queue:
             self.states.awaited = lambda: self._awaited(AWAITED_PAGES)
         self._naming = Naming(identity, page_size)
         self._bus = bus
         self.stack = stack = stack or TierStack(bus)
-        self.saver = PageSaver(self._pool, self._index, stack, bus, config.save)
-        self.loader = PageLoader(self._pool, self._index, stack, bus)
-        self._finder = PageFinder(page_size, self._index, self.loader, parts)
+        self.saver = PageSaver(self._pool, self.index, stack, bus, config.save)
+        self.loader = PageLoader(self._pool, self.index, stack, bus)
+        self.finder = PageFinder(page_size, self.index, self.loader, parts)
         if self.states is not None and StoredStates.fits(stack, pages_per_state):
             self.stored_states = StoredStates(
                 self.states, stack, self.saver, self.loader, bus, num_pages, pages_per_state
@@ -95,19 +95,19 @@ class KVStore:
 
     @property
     def num_cached_pages(self) -> int:
-        return len(self._index)
+        return len(self.index)
 
     def num_available(self) -> int:
         """Pages that `take` could lend now without evicting pinned ones."""
-        return self.num_takeable() - self._index.num_idle_pinned()
+        return self.num_takeable() - self.index.num_idle_pinned()
 
     def num_takeable(self) -> int:
         """Pages that `take` could lend now, pinned ones as a last resort."""
-        return self._pool.num_free + self._index.num_idle()
+        return self._pool.num_free + self.index.num_idle()
 
     def num_held(self) -> int:
         """Pages that sequences hold."""
-        num_copied = self._pool.num_only_copied(self._index.is_indexed)
+        num_copied = self._pool.num_only_copied(self.index.is_indexed)
         return self.num_pages - self.num_takeable() - num_copied
 
     def watch_queue(self, awaited: Callable[[int], Sequence[PageChain]]) -> None:
@@ -124,46 +124,42 @@ class KVStore:
         """Pin the READY pages of a chain, the page that begins like its partial last page, and the
         deepest state: they are evicted only after all others. Pass the returned value to
         `unpin`."""
-        pages, num_ready = self._finder.pinnable(chain)
+        pages, num_ready = self.finder.pinnable(chain)
         if self.parts is not None:
             self.parts.keep(pages[self.parts.first(num_ready) :])
         state = None if self.states is None else self.states.pin(chain)
-        return PinnedPrefix(self._index.pin(pages.tolist()), state)
+        return PinnedPrefix(self.index.pin(pages.tolist()), state)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """End a pin; what was evicted is skipped."""
-        self._index.unpin(prefix.pages)
+        self.index.unpin(prefix.pages)
         if self.states is not None and prefix.state is not None:
             self.states.unpin(prefix.state)
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain the store has."""
-        return self._finder.lookup(chain, num_tokens)
-
-    def match(self, keys: Sequence[PageKey]) -> Match:
-        """How many leading pages of this list are indexed. They may belong to different chains."""
-        return self._finder.match(keys)
+        return self.finder.lookup(chain, num_tokens)
 
     def has(self, key: PageKey) -> bool:
         """Whether a page is indexed, READY or LOADING."""
-        return key in self._index
+        return key in self.index
 
     def is_ready(self, key: PageKey) -> bool:
         """Whether a page is indexed and filled."""
-        return self._index.is_ready(key)
+        return self.index.is_ready(key)
 
     def take(self, count: int) -> Int32s:
         """Lend `count` empty pages, evicting idle ones; or raise OutOfPages and lend none."""
         short = count - self._pool.num_free
         if short > 0:
-            idle = self._index.num_idle()
+            idle = self.index.num_idle()
             if short > idle:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
             # evict more than needed: finding the oldest pages costs the same for one page as for
             # many
-            spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
-            awaited = self._awaited(self.num_pages) if self._index.order.sees_queue else ()
-            gone = self._index.evict(max(short, spare), [chain.keys for chain in awaited])
+            spare = min(self.num_pages // EVICT_SHARE, idle - self.index.num_idle_pinned())
+            awaited = self._awaited(self.num_pages) if self.index.order.sees_queue else ()
+            gone = self.index.evict(max(short, spare), [chain.keys for chain in awaited])
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)
 
@@ -173,9 +169,9 @@ class KVStore:
 
         If only the first `num_wanted` will be asked for again, the others are evicted first.
         """
-        self._index.order.touch(pages[:num_wanted])
+        self.index.order.touch(pages[:num_wanted])
         if num_wanted is not None:
-            self._index.order.retire(pages[num_wanted:])
+            self.index.order.retire(pages[num_wanted:])
             if self.parts is not None:
                 self.parts.retire(pages[num_wanted:])
         self.saver.note_use(pages[:num_wanted])
@@ -196,64 +192,56 @@ class KVStore:
         other sequences find them LOADING and wait. Pages after a page that another sequence fills
         get their names later (`name`): they could not be found if that page were never filled."""
         keys = chain.keys[first : first + len(pages)]
-        num_named = self._index.num_nameable(keys)
+        num_named = self.index.num_nameable(keys)
         pins = self._unname_lost(keys[:num_named])
-        self._index.reserve(chain, first, pages[:num_named])
-        self._index.repin(pins)
+        self.index.reserve(chain, first, pages[:num_named])
+        self.index.repin(pins)
 
     def _unname_lost(self, keys: Sequence[PageKey]) -> dict[PageKey, int]:
         """Take the names of these READY pages, from the first without a windowed part on: pages
         that are filled now get them, and can be shared again. Returns the pins of each name."""
         if self.parts is None:
             return {}
-        old = self._index.indexed(keys)
+        old = self.index.indexed(keys)
         lost = np.flatnonzero(~self.parts.has(old))
-        return self._index.unname(old[lost[0] :]) if len(lost) else {}
+        return self.index.unname(old[lost[0] :]) if len(lost) else {}
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
         """Like `reserve`, for the page of the chain's last tokens, which do not fill it: other
         sequences find the tokens they share with it. It is not saved to lower tiers."""
-        self._index.reserve_tail(chain, page)
+        self.index.reserve_tail(chain, page)
 
     def commit_tail(self, page: int) -> None:
         """Mark the page of a `reserve_tail` as filled by the launched step."""
-        self._index.commit(np.array([page], np.int32))
+        self.index.commit(np.array([page], np.int32))
 
     def name_tail(self, chain: PageChain, num_tokens: int, page: int) -> None:
         """Name a page that holds the last of a chain's first `num_tokens` and will not grow: other
         sequences find the tokens they share with it. Skipped unless the page before it is READY."""
         kept = chain.first(num_tokens)
-        if kept.keys and not self._index.is_ready(kept.keys[-1]):
+        if kept.keys and not self.index.is_ready(kept.keys[-1]):
             return
-        self._index.reserve_tail(kept, page)
+        self.index.reserve_tail(kept, page)
         self.commit_tail(page)
 
     def loading_follower(self, parent: PageKey, tokens: Int32s) -> PageKey | None:
         """The key of a page after `parent` that will begin with `tokens` and is being filled."""
-        return self._index.loading_follower(parent, tokens)
-
-    def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
-        """Keep a prompt's logprobs for as long as its pages."""
-        self._index.keep_logprobs(chain, found)
-
-    def known_logprobs(self, match: Match, num_top: int) -> list[TokenLogprobs | None]:
-        """Return the logprobs of a match's first tokens, as many as are kept with its pages."""
-        return self._finder.known_logprobs(match, num_top)
+        return self.index.loading_follower(parent, tokens)
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Mark reserved pages as filled by a launched step; returns the keys that are now READY."""
         self.saver.commit(pages)
-        return self._index.commit(pages)
+        return self.index.commit(pages)
 
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
         """Name and save pages that steps have filled with `tokens`, [pages, page_size]. A page is
         skipped unless the page before it is READY."""
-        self._index.name(pages, names, tokens)
+        self.index.name(pages, names, tokens)
         self.saver.note_filled(pages)
 
     def abort(self, pages: Int32s) -> list[PageKey]:
         """Forget the `pages` that were reserved and not filled; returns their keys."""
-        return self._index.abort(pages)
+        return self.index.abort(pages)
 
     # --- tiers below the device -----------------------------------------------------------------
 
@@ -279,10 +267,10 @@ class KVStore:
             except OutOfPages:
                 self._pool.give_back(pages)
                 raise
-        self._index.order.touch(kept)
-        pins = self._unname_lost(run.keys[: self._index.num_nameable(run.keys)])
+        self.index.order.touch(kept)
+        pins = self._unname_lost(run.keys[: self.index.num_nameable(run.keys)])
         awaited = self.loader.load(run, pages, start_layers)
-        self._index.repin(pins)
+        self.index.repin(pins)
         return awaited
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
@@ -317,8 +305,8 @@ class KVStore:
         makes sure that no sequence holds or fills a page."""
         if self.states is not None:
             self.clear_states()
-        self._pool.recount(self._index.is_indexed.astype(np.int32))
-        self._index.abort(np.flatnonzero(self._pool.copies == 0).astype(np.int32))
+        self._pool.recount(self.index.is_indexed.astype(np.int32))
+        self.index.abort(np.flatnonzero(self._pool.copies == 0).astype(np.int32))
 
     def clear_states(self) -> None:
         """After a failed step: no state on the device can be trusted, and no sequence has one."""
@@ -367,19 +355,19 @@ class KVStore:
         self._copies.settle()
         if self.states is not None:
             self.states.forget_kept()
-        indexed = np.flatnonzero(self._index.is_indexed).astype(np.int32)
-        self._index.unname(indexed)
+        indexed = np.flatnonzero(self.index.is_indexed).astype(np.int32)
+        self.index.unname(indexed)
         self._naming = Naming(identity, self.page_size)
         self._bus.publish(PagesCleared())
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
         """The pages that can be found, by tier."""
-        return {"device": set(self._index.ready_keys()), **self.stack.stored_keys()}
+        return {"device": set(self.index.ready_keys()), **self.stack.stored_keys()}
 
     def _forget_idle(self) -> int:
         if self.states is not None:
             self.states.forget_kept()
-        count = self._index.evict(self.num_pages)
+        count = self.index.evict(self.num_pages)
         if count:
             self._bus.publish(PagesEvicted(num_pages=count, reason="clear"))
         return count
@@ -387,7 +375,7 @@ class KVStore:
     def check(self) -> None:
         """Raise if pages were lost or named twice."""
         self._pool.check()
-        self._index.check()
+        self.index.check()
         if self.states is not None:
             self.states.check()
         if self.rows is not None:

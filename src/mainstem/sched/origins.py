@@ -77,7 +77,7 @@ class Origins:
                     break
             else:
                 break
-        match = store.match(keys)
+        match = store.finder.match(keys)
         if match.outcome is Lookup.LOADING:
             return replace(NOTHING_MOVABLE, awaited=match.awaited)
         is_late = np.isin(match.pages, filled_pages)
@@ -111,7 +111,7 @@ class Origins:
             if not stored:
                 break
             _add_page(runs, *stored[0])
-        return runs, store.match(on_device).pages
+        return runs, store.finder.match(on_device).pages
 
     def _sources(self, number: int) -> Iterator[tuple[PageChain, int]]:
         """Yield chains and page numbers under which the kept page `number` may be found.

@@ -88,7 +88,7 @@ class Collectors:
         if whole.outcome is Lookup.LOADING:
             return whole, [], None
         num_top = request.sampling.prompt_logprobs or 0
-        logprobs = store.known_logprobs(whole, num_top)
+        logprobs = store.finder.known_logprobs(whole, num_top)
         place = len(logprobs) // chain.page_size  # of the page with the next logprob
         if num_top <= MAX_TOP and place < len(whole.pages):
             for other, pages in self._pages.items():

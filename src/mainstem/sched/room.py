@@ -1,4 +1,4 @@
-"""Who leaves so that a step can be made: sequences are preempted, or start again."""
+"""Which sequences leave so that a step can be made: they are preempted, or start again."""
 
 from mainstem.core.errors import OutOfPages, OutOfStates
 from mainstem.core.ids import SeqSlot

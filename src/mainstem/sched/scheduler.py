@@ -1,6 +1,6 @@
 """The scheduler takes requests, makes Steps, and takes their results.
 
-What starts next, and why: next_step here, then sched/starting.py and sched/queue.py. Who leaves so
+What starts next, and why: next_step here, then sched/starting.py and sched/queue.py. What leaves so
 that others can run: sched/room.py.
 
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
@@ -261,7 +261,7 @@ class Scheduler:
         for sequence in self._outputs.keep_logprobs(step, result):
             assert sequence.prompt_logprobs is not None
             if sequence.chain is not None:
-                self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs.found)
+                self._store.index.keep_logprobs(sequence.chain, sequence.prompt_logprobs.found)
         self._outputs.keep_masses(step, result)
         table.append_samples(slots, token_ids)
         self._running.name_filled(slots)

@@ -103,26 +103,19 @@ def _require_engine() -> None:
 
 def check_quantizable(spec: ModelSpec) -> None:
     """Raise ConfigError for a model that has no int8 form, before its weights are loaded."""
-    if spec.recurrences:
-        raise ConfigError(
-            f"quantize=int8: {spec.architecture} has recurrent layers, whose products have no int8 "
-            "form on CPUs yet; load it without --quantize"
-        )
-    if spec.has_value_norm:
-        raise ConfigError(
-            f"quantize=int8: {spec.architecture} has layers with different heads, which have no "
-            "int8 form on CPUs yet; load it without --quantize"
-        )
-    if any(layer.attention is None or layer.mlp is None for layer in spec.layers):
-        raise ConfigError(
-            f"quantize=int8: {spec.architecture} has layers without attention or without an MLP, "
-            "which have no int8 form on CPUs yet; load it without --quantize"
-        )
-    if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
-        raise ConfigError(
-            f"quantize=int8: {spec.architecture} is a mixture of experts, whose products have no "
-            "int8 form on CPUs yet; load it without --quantize"
-        )
+    is_whole = all(layer.attention is not None and layer.mlp is not None for layer in spec.layers)
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+    for is_so, what in (
+        (bool(spec.recurrences), "has recurrent layers, whose products"),
+        (spec.has_value_norm, "has layers with different heads, which"),
+        (not is_whole, "has layers without attention or without an MLP, which"),
+        (has_experts, "is a mixture of experts, whose products"),
+    ):
+        if is_so:
+            raise ConfigError(
+                f"quantize=int8: {spec.architecture} {what} have no int8 form on CPUs yet; load it "
+                "without --quantize"
+            )
 
 
 @torch.inference_mode()
@@ -212,21 +205,12 @@ class _Heard(NamedTuple):
     down: Tensor
 
 
-class _ListeningLayer:
-    """A layer whose linears keep their inputs."""
-
-    def __init__(self, layer: Layer) -> None:
-        mlp = _dense_mlp(layer)
-        self._linears = [
-            _InputKeeper(linear) for linear in (layer.qkv, layer.out, mlp.first, mlp.down)
-        ]
-        qkv, out, first, down = self._linears
-        mlp = Mlp(first, mlp.activate, down)
-        self.layer = replace(layer, qkv=qkv, out=out, mlp=mlp)
-
-    @property
-    def heard(self) -> _Heard:
-        return _Heard(*(linear.heard for linear in self._linears))
+def _listening(layer: Layer) -> tuple[Layer, list[_InputKeeper]]:
+    """The layer with linears that keep their inputs, and these linears, in the order of _Heard."""
+    mlp = _dense_mlp(layer)
+    linears = [_InputKeeper(linear) for linear in (layer.qkv, layer.out, mlp.first, mlp.down)]
+    qkv, out, first, down = linears
+    return replace(layer, qkv=qkv, out=out, mlp=Mlp(first, mlp.activate, down)), linears
 
 
 class _OneSequence:
@@ -257,13 +241,13 @@ def _listen(decoder: Decoder) -> tuple[list[_Heard], Tensor]:
     """Run the decoder on random tokens; returns the inputs of each layer's linears, and the hidden
     states before the head."""
     spec = decoder.spec
-    ears = [_ListeningLayer(layer) for layer in decoder.layers]
+    ears = [_listening(layer) for layer in decoder.layers]
     count = min(_CALIBRATION_TOKENS, spec.max_positions)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(spec.vocab_size, (count,), generator=generator)
-    layers = [ear.layer for ear in ears]
+    layers = [layer for layer, _ in ears]
     listening = Decoder(
         spec, decoder.embedding, layers, decoder.norm, decoder.head, ranks=decoder.ranks
     )
     hidden = listening.forward(token_ids, None, _OneSequence(spec, count), OpenGate())
-    return [ear.heard for ear in ears], hidden
+    return [_Heard(*(linear.heard for linear in linears)) for _, linears in ears], hidden

@@ -11,42 +11,28 @@ import torch
 from torch import Tensor
 
 from mainstem.models.packed import PackedWeight
-from mainstem.models.quantized.packing import Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Stored, WantedPart, pack_values, unpack_words
+from mainstem.models.quantized.stored import WantedPart, pack_values, unpack_words
 
 _PER_WORD = 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of column 0, 1, ... in a word
 
 
-class AwqReader:
-    """A stored.Reader."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        return files.shape_of(f"{name}.qweight") is not None
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight:
-        group = packing.group or part.width
-        groups, row_words = part.column_words(group), part.row_words(_PER_WORD)
-        words = files.stored(
-            f"{name}.qweight", (part.width, part.out // _PER_WORD), (part.columns, row_words)
-        )
-        values = pack_values(_numbers(words).t(), packing.kind)
-        del words
-        zeros = files.stored(
-            f"{name}.qzeros", (part.width // group, part.out // _PER_WORD), (groups, row_words)
-        )
-        scales = files.stored(
-            f"{name}.scales", (part.width // group, part.out), (groups, part.rows)
-        )
-        return PackedWeight(
-            kind=packing.kind,
-            values=values,
-            scales=scales.t().contiguous().to(files.dtype),
-            zeros=_numbers(zeros).t().contiguous(),
-            group=min(group, part.columns.stop - part.columns.start),
-        )
+def read_awq(part: WantedPart) -> PackedWeight:
+    group = part.group
+    num_groups, num_words = part.width // group, part.out // _PER_WORD
+    groups, row_words = part.column_words(group), part.row_words(_PER_WORD)
+    words = part.stored(".qweight", (part.width, num_words), (part.columns, row_words))
+    values = pack_values(_numbers(words).t(), part.packing.kind)
+    del words
+    zeros = part.stored(".qzeros", (num_groups, num_words), (groups, row_words))
+    scales = part.stored(".scales", (num_groups, part.out), (groups, part.rows))
+    return PackedWeight(
+        kind=part.packing.kind,
+        values=values,
+        scales=scales.t().contiguous().to(part.files.dtype),
+        zeros=_numbers(zeros).t().contiguous(),
+        group=min(group, part.num_columns),
+    )
 
 
 def _numbers(words: Tensor) -> Tensor:

@@ -17,11 +17,8 @@ from torch import Tensor
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.packed import MXFP4_GROUP, PackedKind, PackedWeight
-from mainstem.models.quantized.act_order import column_order
 from mainstem.models.quantized.fp8 import read_scales
-from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import (
-    Stored,
     WantedPart,
     bits_of,
     pack_values,
@@ -30,53 +27,42 @@ from mainstem.models.quantized.stored import (
 )
 
 
-class CompressedReader:
-    """A stored.Reader."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        return files.shape_of(f"{name}.weight_scale") is not None
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight:
-        for unneeded in ("input_scale", "input_zero_point", "output_scale", "weight_shape"):
-            files.drop(f"{name}.{unneeded}")
-        if packing.kind is PackedKind.MXFP4:
-            return _read_mxfp4(files, name, part)
-        is_in_words = files.shape_of(f"{name}.weight_packed") is not None
-        values = (_words if is_in_words else _bytes)(files, name, packing, part)
-        scales, group, block_rows = read_scales(files, name, packing, part)
-        if packing.kind is PackedKind.FP8:
-            return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
-        order = _order(files, name, part, group)
-        return PackedWeight(
-            kind=packing.kind,
-            values=values if order is None else reorder_columns(values, order.long(), packing.kind),
-            scales=scales.to(files.dtype),
-            zeros=_zeros(files, name, packing, part, is_in_words) if packing.has_zeros else None,
-            group=group,
-            order=order,
-        )
-
-
-def _words(files: Stored, name: str, packing: Packing, part: WantedPart) -> Tensor:
-    per_word = 32 // bits_of(packing.kind)
-    words = files.stored(
-        f"{name}.weight_packed",
-        (part.out, part.width // per_word),
-        (part.rows, part.column_words(per_word)),
+def read_compressed_tensors(part: WantedPart) -> PackedWeight:
+    packing = part.packing
+    part.drop(".input_scale", ".input_zero_point", ".output_scale", ".weight_shape")
+    if packing.kind is PackedKind.MXFP4:
+        return _read_mxfp4(part)
+    is_in_words = part.has(".weight_packed")
+    values = _words(part, 32 // bits_of(packing.kind)) if is_in_words else _bytes(part)
+    scales, group, block_rows = read_scales(part)
+    if packing.kind is PackedKind.FP8:
+        return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
+    order = part.order(".weight_g_idx")
+    return PackedWeight(
+        kind=packing.kind,
+        values=values if order is None else reorder_columns(values, order.long(), packing.kind),
+        scales=scales.to(part.files.dtype),
+        zeros=_zeros(part, is_in_words) if packing.has_zeros else None,
+        group=group,
+        order=order,
     )
+
+
+def _words(part: WantedPart, per_word: int) -> Tensor:
+    at = (part.rows, part.column_words(per_word))
+    words = part.stored(".weight_packed", (part.out, part.width // per_word), at)
     return words.contiguous().view(torch.uint8)
 
 
-def _bytes(files: Stored, name: str, packing: Packing, part: WantedPart) -> Tensor:
-    values = files.stored(f"{name}.weight", part.shape, (part.rows, part.columns))
-    expected = torch.float8_e4m3fn if packing.kind is PackedKind.FP8 else torch.int8
+def _bytes(part: WantedPart) -> Tensor:
+    kind, values = part.packing.kind, part.stored(".weight", part.shape, (part.rows, part.columns))
+    expected = torch.float8_e4m3fn if kind is PackedKind.FP8 else torch.int8
     if values.dtype != expected:
-        raise UnsupportedModel(f"tensor {name}.weight is of {values.dtype}, expected {expected}")
+        name = f"{part.name}.weight"
+        raise UnsupportedModel(f"tensor {name} is of {values.dtype}, expected {expected}")
     if expected is torch.float8_e4m3fn:
         return values
-    return pack_values(_positive(values, packing.kind), packing.kind)
+    return pack_values(_positive(values, kind), kind)
 
 
 def _positive(signed: Tensor, kind: PackedKind) -> Tensor:
@@ -84,39 +70,24 @@ def _positive(signed: Tensor, kind: PackedKind) -> Tensor:
     return signed.view(torch.uint8) + kind.middle  # wraps around, as two's complement does
 
 
-def _zeros(
-    files: Stored, name: str, packing: Packing, part: WantedPart, is_in_words: bool
-) -> Tensor:
+def _zeros(part: WantedPart, is_in_words: bool) -> Tensor:
     """uint8 [out, groups]"""
-    full, groups = f"{name}.weight_zero_point", part.width // (packing.group or part.width)
-    columns = part.column_words(packing.group or part.width)
+    name, groups = ".weight_zero_point", part.width // part.group
+    columns, bits = part.column_words(part.group), bits_of(part.packing.kind)
     if not is_in_words:
-        found = files.stored(full, (part.out, groups), (part.rows, columns))
-        return _positive(found, packing.kind)
-    bits = bits_of(packing.kind)
+        found = part.stored(name, (part.out, groups), (part.rows, columns))
+        return _positive(found, part.packing.kind)
     per_word = 32 // bits
-    words = files.stored(
-        full, (-(-part.out // per_word), groups), (part.row_words(per_word), columns)
-    )
+    at = (part.row_words(per_word), columns)
+    words = part.stored(name, (-(-part.out // per_word), groups), at)
     zeros = unpack_words(words.t(), bits)
     return zeros.t()[: part.rows.stop - part.rows.start].contiguous()
 
 
-def _order(files: Stored, name: str, part: WantedPart, group: int) -> Tensor | None:
-    full = f"{name}.weight_g_idx"
-    if files.shape_of(full) is None:
-        return None
-    groups = files.stored(full, (part.width,), (part.columns,))
-    return column_order(name, groups - part.columns.start // group, group)
-
-
-def _read_mxfp4(files: Stored, name: str, part: WantedPart) -> PackedWeight:
-    values = files.stored(
-        f"{name}.weight_packed", (part.out, part.width // 2), (part.rows, part.column_words(2))
+def _read_mxfp4(part: WantedPart) -> PackedWeight:
+    values = part.stored(
+        ".weight_packed", (part.out, part.width // 2), (part.rows, part.column_words(2))
     )
-    scales = files.stored(
-        f"{name}.weight_scale",
-        (part.out, part.width // MXFP4_GROUP),
-        (part.rows, part.column_words(MXFP4_GROUP)),
-    )
+    groups = (part.rows, part.column_words(MXFP4_GROUP))
+    scales = part.stored(".weight_scale", (part.out, part.width // MXFP4_GROUP), groups)
     return PackedWeight(PackedKind.MXFP4, values, scales.view(torch.uint8), None, MXFP4_GROUP)

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from mainstem.models.packed import PackedWeight
-from mainstem.models.quantized.act_order import column_order
-from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import (
-    Stored,
     WantedPart,
     bits_of,
     reorder_columns,
@@ -27,60 +24,38 @@ from mainstem.models.quantized.stored import (
 _ONES = {4: 0x11111111, 8: 0x01010101}  # 1 in every number of a word
 
 
-class GptqReader:
-    """A stored.Reader."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        return files.shape_of(f"{name}.qweight") is not None
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight:
-        kind, bits = packing.kind, bits_of(packing.kind)
-        per_word, group = 32 // bits, packing.group or part.width
-        words = files.stored(
-            f"{name}.qweight",
-            (part.width // per_word, part.out),
-            (part.column_words(per_word), part.rows),
-        )
-        values = words.t().contiguous().view(torch.uint8)
-        scales = files.stored(
-            f"{name}.scales",
-            (part.width // group, part.out),
-            (part.column_words(group), part.rows),
-        )
-        order = _order(files, name, part, group)
-        return PackedWeight(
-            kind=kind,
-            values=values if order is None else reorder_columns(values, order.long(), kind),
-            scales=scales.t().contiguous().to(files.dtype),
-            zeros=_zeros(files, spec, name, packing, part),
-            group=min(group, part.columns.stop - part.columns.start),
-            order=order,
-        )
+def read_gptq(part: WantedPart) -> PackedWeight:
+    kind, group = part.packing.kind, part.group
+    per_word = 32 // bits_of(kind)
+    words = part.stored(
+        ".qweight", (part.width // per_word, part.out), (part.column_words(per_word), part.rows)
+    )
+    values = words.t().contiguous().view(torch.uint8)
+    groups = (part.column_words(group), part.rows)
+    scales = part.stored(".scales", (part.width // group, part.out), groups)
+    order = part.order(".g_idx")
+    return PackedWeight(
+        kind=kind,
+        values=values if order is None else reorder_columns(values, order.long(), kind),
+        scales=scales.t().contiguous().to(part.files.dtype),
+        zeros=_zeros(part),
+        group=min(group, part.num_columns),
+        order=order,
+    )
 
 
-def _zeros(
-    files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-) -> Tensor | None:
+def _zeros(part: WantedPart) -> Tensor | None:
     """Return uint8 [out, groups]; None if the config says that weights are symmetric, and the zero
     points agree with that."""
-    bits, group = bits_of(packing.kind), packing.group or part.width
-    words = files.stored(
-        f"{name}.qzeros",
+    packing, group, bits = part.packing, part.group, bits_of(part.packing.kind)
+    words = part.stored(
+        ".qzeros",
         (part.width // group, part.out * bits // 32),
         (part.column_words(group), part.row_words(32 // bits)),
     )
-    if spec.is_zero_less_one:
+    if part.spec.is_zero_less_one:
         words = words + _ONES[bits]
     zeros = unpack_words(words, bits).t()
     if not packing.has_zeros and bool((zeros == packing.kind.middle).all()):
         return None
     return zeros.contiguous()
-
-
-def _order(files: Stored, name: str, part: WantedPart, group: int) -> Tensor | None:
-    if files.shape_of(f"{name}.g_idx") is None:
-        return None
-    groups = files.stored(f"{name}.g_idx", (part.width,), (part.columns,))
-    return column_order(name, groups - part.columns.start // group, group)

@@ -5,21 +5,12 @@
 """
 
 from mainstem.models.packed import MXFP4_GROUP, PackedKind, PackedWeight
-from mainstem.models.quantized.packing import Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Stored, WantedPart
+from mainstem.models.quantized.stored import WantedPart
 
 
-class Mxfp4Reader:
-    """A stored.Reader."""
-
-    def has(self, files: Stored, name: str) -> bool:
-        return files.shape_of(f"{name}_blocks") is not None
-
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight:
-        shape = (*part.shape[:-1], part.width // MXFP4_GROUP)
-        at = (*part.lead, part.rows, part.column_words(MXFP4_GROUP))
-        blocks = files.stored(f"{name}_blocks", (*shape, MXFP4_GROUP // 2), at)
-        scales = files.stored(f"{name}_scales", shape, at)
-        return PackedWeight(PackedKind.MXFP4, blocks.flatten(-2), scales, None, MXFP4_GROUP)
+def read_mxfp4(part: WantedPart) -> PackedWeight:
+    shape = (*part.shape[:-1], part.width // MXFP4_GROUP)
+    at = (*part.lead, part.rows, part.column_words(MXFP4_GROUP))
+    blocks = part.stored("_blocks", (*shape, MXFP4_GROUP // 2), at)
+    scales = part.stored("_scales", shape, at)
+    return PackedWeight(PackedKind.MXFP4, blocks.flatten(-2), scales, None, MXFP4_GROUP)

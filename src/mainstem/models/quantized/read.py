@@ -4,24 +4,28 @@ Formats pack rows and columns by words, groups and blocks. To read a part, its e
 outwards to whole words, groups and blocks, and the result is cut to size.
 """
 
+from collections.abc import Callable
 from math import lcm
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.packed import PackedWeight
-from mainstem.models.quantized.awq import AwqReader
-from mainstem.models.quantized.compressed import CompressedReader
-from mainstem.models.quantized.fp8 import Fp8Reader
-from mainstem.models.quantized.gptq import GptqReader
-from mainstem.models.quantized.mxfp4 import Mxfp4Reader
+from mainstem.models.quantized.awq import read_awq
+from mainstem.models.quantized.compressed import read_compressed_tensors
+from mainstem.models.quantized.fp8 import read_fp8
+from mainstem.models.quantized.gptq import read_gptq
+from mainstem.models.quantized.mxfp4 import read_mxfp4
 from mainstem.models.quantized.packing import Layout, Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Reader, Stored, WantedPart
+from mainstem.models.quantized.stored import Stored, WantedPart
 
-_READERS: dict[Layout, Reader] = {
-    Layout.GPTQ: GptqReader(),
-    Layout.AWQ: AwqReader(),
-    Layout.COMPRESSED: CompressedReader(),
-    Layout.FP8: Fp8Reader(),
-    Layout.MXFP4: Mxfp4Reader(),
+Read = Callable[[WantedPart], PackedWeight]
+
+# how products are read, and the endings of tensors that only packed products have
+_LAYOUTS: dict[Layout, tuple[Read, tuple[str, ...]]] = {
+    Layout.GPTQ: (read_gptq, (".qweight",)),
+    Layout.AWQ: (read_awq, (".qweight",)),
+    Layout.COMPRESSED: (read_compressed_tensors, (".weight_scale",)),
+    Layout.FP8: (read_fp8, (".weight_scale_inv", ".weight_scale")),
+    Layout.MXFP4: (read_mxfp4, ("_blocks",)),
 }
 _WORD = 8  # 4-bit numbers in a 32-bit word, the most of any format
 
@@ -36,8 +40,8 @@ def read_packed(
     """Return the weight of the product `name`, of `shape` [.., out, in]; None if the files hold a
     plain tensor. `at` is the wanted part: a slice for each of the first axes."""
     # a product that the config leaves out may still be packed: the files decide
-    packing, reader = spec.packing_of(name) or spec.packing, _READERS[spec.layout]
-    if packing is None or not reader.has(files, name):
+    packing, (read, endings) = spec.packing_of(name) or spec.packing, _LAYOUTS[spec.layout]
+    if packing is None or all(files.shape_of(name + ending) is None for ending in endings):
         return None
     _check_groups(name, packing, shape[-1])
     slices = at + (slice(None),) * (len(shape) - len(at))
@@ -46,10 +50,8 @@ def read_packed(
     rows = _outwards(first_row, end_row, shape[-2], lcm(_WORD, packing.block_rows or 1))
     unit = None if spec.has_order else lcm(_WORD, packing.group or 1)
     columns = _outwards(first_column, end_column, shape[-1], unit)
-    part = WantedPart(
-        shape=shape, lead=tuple(slice(*end) for end in ends[:-2]), rows=rows, columns=columns
-    )
-    packed = reader.read(files, spec, name, packing, part)
+    lead = tuple(slice(*end) for end in ends[:-2])
+    packed = read(WantedPart(files, spec, name, packing, shape, lead, rows, columns))
     if (rows.start, rows.stop) != (first_row, end_row):
         packed = packed.rows(slice(first_row - rows.start, end_row - rows.start))
     if (columns.start, columns.stop) != (first_column, end_column):

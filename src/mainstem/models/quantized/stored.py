@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mainstem.models.packed import PackedKind, PackedWeight
+from mainstem.models.packed import PackedKind
+from mainstem.models.quantized.act_order import column_order
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
 
 _ROWS_AT_ONCE = 1024  # rows that are unpacked at once
@@ -32,8 +33,13 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WantedPart:
-    """The wanted part of a weight [.., out, in], rounded to whole words, groups and blocks."""
+    """The wanted part of a product's weight [.., out, in], rounded to whole words, groups and
+    blocks. Its tensors have the product's name and an ending."""
 
+    files: Stored
+    spec: QuantizedSpec
+    name: str
+    packing: Packing
     shape: tuple[int, ...]
     lead: tuple[slice, ...]  # the part of each leading axis
     rows: slice
@@ -47,6 +53,16 @@ class WantedPart:
     def width(self) -> int:
         return self.shape[-1]
 
+    @property
+    def num_columns(self) -> int:
+        found: int = self.columns.stop - self.columns.start
+        return found
+
+    @property
+    def group(self) -> int:
+        """Columns of the weight that share a scale."""
+        return self.packing.group or self.width
+
     def row_words(self, size: int) -> slice:
         """The wanted rows, counted in words of `size` rows."""
         return slice(self.rows.start // size, -(-self.rows.stop // size))
@@ -54,16 +70,25 @@ class WantedPart:
     def column_words(self, size: int) -> slice:
         return slice(self.columns.start // size, -(-self.columns.stop // size))
 
+    def has(self, ending: str) -> bool:
+        return self.files.shape_of(self.name + ending) is not None
 
-class Reader(Protocol):
-    """Reads one layout."""
+    def stored(self, ending: str, shape: tuple[int, ...], at: tuple[slice, ...] = ()) -> Tensor:
+        """A part of a tensor: see Stored."""
+        return self.files.stored(self.name + ending, shape, at)
 
-    def has(self, files: Stored, name: str) -> bool:
-        """Whether the files hold this product packed."""
+    def drop(self, *endings: str) -> None:
+        """Accept tensors that are not needed."""
+        for ending in endings:
+            self.files.drop(self.name + ending)
 
-    def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
-    ) -> PackedWeight: ...
+    def order(self, ending: str) -> Tensor | None:
+        """The order of columns in act-order, of a tensor with the group of each; None if there is
+        none, or if columns are sorted."""
+        if not self.has(ending):
+            return None
+        groups = self.stored(ending, (self.width,), (self.columns,))
+        return column_order(self.name, groups - self.columns.start // self.group, self.group)
 
 
 def bits_of(kind: PackedKind) -> int:
