@@ -1,5 +1,6 @@
 """`mainstem bench guard`: what became slower is found, also what could not be measured."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ def test_a_figure_without_a_stored_line_is_new(capsys: pytest.CaptureFixture[str
 
 
 def test_lines_of_one_command_are_told_apart() -> None:
-    lines = [{"seqs": 1, "us": 2, "other": 3}, {"seqs": 4, "us": 5}, {"summary": True}]
+    lines: list[Mapping[str, object]] = [
+        {"seqs": 1, "us": 2, "other": 3}, {"seqs": 4, "us": 5}, {"summary": True}
+    ]  # fmt: skip
     found = Guarded("decode", ("us",)).figures(lines)
     assert found == {"decode | 1 | us": 2.0, "decode | 4 | us": 5.0}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mainstem.core.config import EngineConfig, Quantize
+from mainstem.core.config import EngineConfig, Quantize, Siblings
 from mainstem.core.events import EventBus
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
@@ -75,7 +75,8 @@ def test_siblings_with_rows_have_the_tokens_of_the_cpu(
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
     origin, config, greedy = RecipeOrigin(RECIPES[name]), a_config(), replace(GREEDY, max_tokens=4)
-    config = replace(config, cache=replace(config.cache, states=8))
+    sched = replace(config.sched, siblings=Siblings.ON)
+    config = replace(config, cache=replace(config.cache, states=8), sched=sched)
     given, steps = [*prompts(), [*prompts()[0][:17], 7, *prompts()[1][4:17]]], list[Step]()
     monkeypatch.setattr(states, "MOST_ROWS", 0)
     cpu_runner, facts = load_cpu_runner(origin, config)

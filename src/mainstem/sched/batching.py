@@ -97,17 +97,17 @@ def build_step(
     """Make the arrays of the step, and advance the table's counters."""
     decodes = batch.decodes
     slots, counts, token_ids = _packed(batch, table)
-    seq_starts = starts_of(counts)
-    num_before = positions = table.computed.take(slots)
+    seq_starts, at = starts_of(counts), slots.astype(np.intp)  # numpy's index type
+    num_before = positions = table.computed.take(at)
     if batch.chunks:
         positions = np.repeat(num_before, counts) + ragged_arange(counts)
     made = spans.build(tree, slots, seq_starts, num_before, table.page_table)
 
-    carry_to = table.pending.take(decodes).nonzero()[0].astype(np.int32)
-    carry_from = table.sample_row.take(decodes.take(carry_to))
+    carrying = table.pending.take(at[: len(decodes)]).nonzero()[0]
+    carry_from = table.sample_row.take(at[carrying])
 
     # a token is sampled after every decode, and after the last chunk of a prompt
-    samples = table.total.take(slots) == num_before + counts
+    samples = table.total.take(at) == num_before + counts
     sample_slots = slots[samples]
     copy_from, copy_to = _copy_slots(batch.copies, spans.page_size)
     moves = _move_rows(batch.moves)
@@ -117,7 +117,7 @@ def build_step(
         seq_slots=slots,
         seq_starts=seq_starts,
         token_ids=token_ids.astype(np.int32, copy=False),
-        carry_to=carry_to,
+        carry_to=carrying.astype(np.int32),
         carry_from=carry_from,
         positions=positions,
         write_slots=_write_slots(made, counts, positions, spans.page_size),

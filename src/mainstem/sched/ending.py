@@ -74,15 +74,16 @@ class Endings:
     def complete(self, slots: Int32s) -> tuple[Bools, list[_End]]:
         """Return which of these slots end with the token that was just read back, and how."""
         table = self._table
-        is_stop = table.is_stop(slots, table.last_token.take(slots))
-        num_known = table.total.take(slots) - table.pending.take(slots)
-        is_full = num_known >= table.max_total.take(slots)
+        at = slots.astype(np.intp)  # numpy's index type
+        is_stop = table.is_stop(slots, table.last_token.take(at))
+        num_known = table.total.take(at) - table.pending.take(at)
+        is_full = num_known >= table.max_total.take(at)
         is_done = is_stop | is_full
         ends: list[_End] = []
         for row in is_done.nonzero()[0].tolist():
             reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
             ends.append((SeqSlot(int(slots[row])), reason, None))
-        for row in (table.has_mask.take(slots) & ~is_done).nonzero()[0].tolist():
+        for row in (table.has_mask.take(at) & ~is_done).nonzero()[0].tolist():
             slot = SeqSlot(int(slots[row]))
             if (fault := table.form_fault(slot)) is not None:
                 is_done[row] = True

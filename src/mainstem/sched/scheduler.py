@@ -219,7 +219,7 @@ class Scheduler:
         decodes = self._room.decodes()
         if decodes is None:
             return None
-        is_awaited = self._running.has_answers()
+        is_awaited = len(decodes) > 0 or self._running.has_answers()
         work = StepWork(decodes, self._size.prompt_tokens(len(decodes), is_awaited=is_awaited))
         self._starter.fill(work)
         self._store.loader.prefetch()
