@@ -3,12 +3,18 @@
 import numpy as np
 import pytest
 
+from mainstem.core.config import SchedConfig, StoreConfig
+from mainstem.core.events import EventBus
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int32s
+from mainstem.engine.engine import Engine
 from mainstem.kv.eviction import MOST_USES
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.states import NO_STATE, StatePlace, StateStore
+from mainstem.kv.store import KVStore
+from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB, a_request, an_engine, run_all
+from tests.fakes import FakeRunner
 
 PAGE = 4
 ROOT = root_key(b"model", PAGE, b"")
@@ -187,3 +193,44 @@ def test_a_shared_beginning_stays_between_requests_that_share_nothing() -> None:
         if has_system:
             starts.append(found.outputs[0].num_cached_tokens)
     assert starts == [0] + [600] * 5
+
+
+def an_engine_by(policy: str) -> Engine:
+    bus = EventBus()
+    store = KVStore(4096, 16, b"fake", bus, config=StoreConfig(policy=policy), num_states=8)
+    scheduler = Scheduler(SchedConfig(chunk_tokens=512, max_seqs=1), store, VOCAB, 10_000, bus)
+    return Engine(scheduler, FakeRunner(4096, 16, VOCAB, can_overlap=True, num_states=8), bus)
+
+
+def start_after_others(engine: Engine, system: list[int], num_others: int) -> int:
+    """Where a prompt starts that waits behind long prompts of others."""
+    rng = np.random.default_rng(1)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2)
+    prompts = [rng.integers(0, VOCAB, 500).tolist() for _ in range(num_others)]
+    prompts.append([*system, *rng.integers(0, VOCAB, 20).tolist()])
+    asked = [a_request(p, name=str(i), sampling=sampling) for i, p in enumerate(prompts)]
+    found = run_all(engine, asked)
+    last = str(num_others)
+    return next(o.num_cached_tokens for o in found.outputs if str(o.request_id) == last)
+
+
+@pytest.mark.parametrize(("policy", "start"), [("lookahead", 48), ("lru", 0)])
+def test_the_state_of_a_queued_prompt_stays_if_the_policy_sees_the_queue(
+    policy: str, start: int
+) -> None:
+    engine, system = an_engine_by(policy), list(range(48))
+    sampling = SamplingParams(temperature=0.0, max_tokens=2)
+    run_all(engine, [a_request([*system, 7, 7], name="x", sampling=sampling, keep_tokens=48)])
+    assert start_after_others(engine, system, 12) == start
+
+
+@pytest.mark.parametrize(("is_pinned", "start"), [(True, 48), (False, 0)])
+def test_a_pinned_prefix_keeps_its_state(is_pinned: bool, start: int) -> None:
+    engine, system = an_engine_by("lru"), list(range(48))
+    sampling = SamplingParams(temperature=0.0, max_tokens=2)
+    run_all(engine, [a_request([*system, 7, 7], name="x", sampling=sampling, keep_tokens=48)])
+    ids = np.array(system, np.int32)
+    assert engine.pin("app", [ids]) == 3
+    if not is_pinned:
+        assert engine.pin("app", ()) == 0
+    assert start_after_others(engine, system, 12) == start
