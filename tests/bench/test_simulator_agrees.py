@@ -21,7 +21,7 @@ from mainstem.core.metrics import Counters
 from mainstem.engine.build import build_random_engine, with_chunk
 from mainstem.kv.stack import SLACK
 from mainstem_bench.arrivals import Arrival, answer_arrivals
-from mainstem_bench.policies import Room, Turns, made_up, with_room
+from mainstem_bench.policies import StoreSessions, Turns, made_up, with_room
 from mainstem_bench.shapes import SHAPES
 from mainstem_simulate.service import Batching
 from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
@@ -37,7 +37,9 @@ def a_config(arrivals: list[Arrival], conversations: float, policy: str) -> Engi
     """Host memory for a number of conversations."""
     model = ModelConfig(model="tiny", device=Device.CPU, dtype=DType.FP32)
     config = with_chunk(EngineConfig(model=model), SPEC)
-    config = with_room(config, SPEC, arrivals, Room(device=1.25, host=conversations, disk=1))
+    config = with_room(
+        config, SPEC, arrivals, StoreSessions(device=1.25, host=conversations, disk=1)
+    )
     store = StoreConfig(host_gb=config.store.host_gb, policy=policy, fetch=Fetch.ALWAYS)
     return replace(config, store=store)
 
