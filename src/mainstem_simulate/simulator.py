@@ -340,15 +340,8 @@ class _Simulation:
     ) -> tuple[float, _Running]:
         """Start to load a request's pages; returns when all of them are there."""
         start, rates = self._now, self._config.rates
-        self._expire(start)
-        self._prefetch(start)
-        here = 0 if self._device is None else self._device.match(request.keys)
-        from_host, from_disk, wait_s = self._look_up(request.keys[here:], start)
+        new_tokens, loaded_bytes, wait_s = self._find(request)
         is_counted = self._num_served >= self._config.warmup
-        if self._num_served == self._config.warmup:
-            self._counted_from_s = start
-        new_tokens = request.input_tokens - self._count_hits(request, here, from_host, from_disk)
-        loaded_bytes = (from_host + from_disk) * self._page_bytes
         load_s, ready_s = rates.host_load_s(loaded_bytes), start
         if loaded_bytes:
             ready_s = max(self._link_free_s, start + wait_s) + load_s
@@ -400,15 +393,8 @@ class _Simulation:
 
     def _serve(self, ticket: int, request: TraceRequest, waited_s: float) -> None:
         start, rates = self._now, self._config.rates
-        self._expire(start)
-        self._prefetch(start)
-        here = 0 if self._device is None else self._device.match(request.keys)
-        from_host, from_disk, wait_s = self._look_up(request.keys[here:], start)
-        if self._num_served == self._config.warmup:
-            self._counted_from_s = start
-        hit_tokens = self._count_hits(request, here, from_host, from_disk)
-        new_tokens = request.input_tokens - hit_tokens
-        host_s = rates.host_load_s((from_host + from_disk) * self._page_bytes)
+        new_tokens, loaded_bytes, wait_s = self._find(request)
+        host_s = rates.host_load_s(loaded_bytes)
         first_token_s = max(rates.prefill_s(new_tokens), host_s, wait_s)
         self._now = start + first_token_s + rates.decode_s(request.output_tokens)
         self._keep(ticket, request)
@@ -419,9 +405,22 @@ class _Simulation:
             report.prompt_tokens += request.input_tokens
             report.prefill_tokens += new_tokens
             report.prefill_s += first_token_s
-            report.loaded_gb += (from_host + from_disk) * self._page_bytes / GB
+            report.loaded_gb += loaded_bytes / GB
             report.device_s += self._now - start
         self._num_served += 1
+
+    def _find(self, request: TraceRequest) -> tuple[int, float, float]:
+        """Look up the pages of a request that starts now. Returns how many of its tokens must be
+        computed, the bytes to load, and the seconds until they can be loaded."""
+        self._expire(self._now)
+        self._prefetch(self._now)
+        here = 0 if self._device is None else self._device.match(request.keys)
+        from_host, from_disk, wait_s = self._look_up(request.keys[here:], self._now)
+        if self._num_served == self._config.warmup:
+            self._counted_from_s = self._now
+        hit_tokens = self._count_hits(request, here, from_host, from_disk)
+        loaded_bytes = (from_host + from_disk) * self._page_bytes
+        return request.input_tokens - hit_tokens, loaded_bytes, wait_s
 
     def _expire(self, now: float) -> None:
         if self._config.ttl_s is not None:
