@@ -95,11 +95,11 @@ from mainstem.kernels.recurrent.scan import (
 from mainstem.kernels.recurrent.segments import TILE
 from mainstem.kernels.recurrent.siblings import (
     BASE_OPTIONS,
-    COLUMNS,
     ROW_OPTIONS,
     ROWS,
     _sibling_bases_kernel,
     _sibling_rows_kernel,
+    base_columns,
 )
 from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
@@ -562,8 +562,8 @@ def _row_jobs(
     ):
         sizes = {
             **groups, **dots, "K": 128, "K_LANES": 128, "V": value_dim, "V_LANES": value_dim,
-            "BLOCK_V": COLUMNS, "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS, "GATES": 132,
-            "HEAD_LANES": 64, "KEY_HEAD_LANES": 16,
+            "BLOCK_V": base_columns(128, value_dim), "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS,
+            "GATES": 132, "HEAD_LANES": 64, "KEY_HEAD_LANES": 16,
         }  # fmt: skip
         for kernel, options in (
             (_sibling_bases_kernel, BASE_OPTIONS),
