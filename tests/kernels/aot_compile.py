@@ -529,7 +529,12 @@ def _state_jobs(
         sizes = {**delta, **overlaps, "HEADS": 48, "K_LANES": lanes, "BLOCK_V": 32}
         sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
-        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
+        yield (
+            kernel,
+            _known(kernel, {**sizes, **no_rows}),
+            types,
+            {"num_warps": 2} if keys else warps,
+        )
     solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
     alone = {"num_warps": 4 if size == 2 else 8, "num_stages": 1}
     solve = _known(_delta_solve_kernel, {**solve, **no_rows})
@@ -542,7 +547,12 @@ def _state_jobs(
         sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32}
         sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
-        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
+        yield (
+            kernel,
+            _known(kernel, {**sizes, **no_rows}),
+            types,
+            {"num_warps": 2} if keys else warps,
+        )
     sizes = {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size), **no_rows}
     yield _scan_kernel, _known(_scan_kernel, sizes), keys, tiles
 
