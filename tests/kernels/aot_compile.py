@@ -95,11 +95,11 @@ from mainstem.kernels.recurrent.scan import (
 from mainstem.kernels.recurrent.segments import TILE
 from mainstem.kernels.recurrent.siblings import (
     BASE_OPTIONS,
-    COLUMNS,
     ROW_OPTIONS,
     ROWS,
     _sibling_bases_kernel,
     _sibling_rows_kernel,
+    base_columns,
 )
 from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
@@ -529,7 +529,12 @@ def _state_jobs(
         sizes = {**delta, **overlaps, "HEADS": 48, "K_LANES": lanes, "BLOCK_V": 32}
         sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
-        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
+        yield (
+            kernel,
+            _known(kernel, {**sizes, **no_rows}),
+            types,
+            {"num_warps": 2} if keys else warps,
+        )
     solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
     alone = {"num_warps": 4 if size == 2 else 8, "num_stages": 1}
     solve = _known(_delta_solve_kernel, {**solve, **no_rows})
@@ -542,7 +547,12 @@ def _state_jobs(
         sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32}
         sizes |= {"PRECISION": dots["PRECISION"], "UPCAST": False}
         types = keys if "keys_ptr" in kernel.arg_names else {}
-        yield kernel, _known(kernel, {**sizes, **no_rows}), types, warps
+        yield (
+            kernel,
+            _known(kernel, {**sizes, **no_rows}),
+            types,
+            {"num_warps": 2} if keys else warps,
+        )
     sizes = {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size), **no_rows}
     yield _scan_kernel, _known(_scan_kernel, sizes), keys, tiles
 
@@ -562,8 +572,8 @@ def _row_jobs(
     ):
         sizes = {
             **groups, **dots, "K": 128, "K_LANES": 128, "V": value_dim, "V_LANES": value_dim,
-            "BLOCK_V": COLUMNS, "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS, "GATES": 132,
-            "HEAD_LANES": 64, "KEY_HEAD_LANES": 16,
+            "BLOCK_V": base_columns(128, value_dim), "MEMBERS": SIBLINGS, "BLOCK_ROWS": ROWS,
+            "GATES": 132, "HEAD_LANES": 64, "KEY_HEAD_LANES": 16,
         }  # fmt: skip
         for kernel, options in (
             (_sibling_bases_kernel, BASE_OPTIONS),

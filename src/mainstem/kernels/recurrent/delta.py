@@ -46,12 +46,12 @@ from mainstem.kernels.recurrent.blocks import (
 from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments, TileList
 from mainstem.kernels.recurrent.siblings import (
-    WRITER_OPTIONS,
     DecodeInputs,
     KernelRows,
     decode_with_rows,
     sum_of_rows,
     writer_grid,
+    writer_options,
 )
 
 DECODE_COLUMNS = 32
@@ -439,7 +439,7 @@ def delta_rule(
             None if use is None else use.writers, None if use is None else use.sizes,
             *kept[:5], *strides, *kept[5:], key_dim**-0.5, HEADS=heads,
             **dot_options(v, key_dim, value_dim), **options,
-            **({} if use is None else WRITER_OPTIONS),
+            **writer_options(use, key_dim),
         )  # fmt: skip
     if segments.tiles is not None:
         _run_tiles((q, k, v, a, b), (a_log, dt_bias), segments, segments.tiles, matrix, out, rows)

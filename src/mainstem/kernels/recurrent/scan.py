@@ -40,12 +40,12 @@ from mainstem.kernels.recurrent.blocks import (
 from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import TILE, Segments
 from mainstem.kernels.recurrent.siblings import (
-    WRITER_OPTIONS,
     DecodeInputs,
     KernelRows,
     decode_with_rows,
     sum_of_rows,
     writer_grid,
+    writer_options,
 )
 
 DECODE_COLUMNS = 32
@@ -320,7 +320,7 @@ def mamba_scan(
             None if use is None else use.writers, None if use is None else use.sizes,
             *kept[:5], *strides, *kept[5:], *limits, HEADS=heads, BLOCK_P=block,
             **dot_options(x, state_dim, head_dim), **common,
-            **({} if use is None else WRITER_OPTIONS),
+            **writer_options(use, state_dim),
         )  # fmt: skip
     tiles = segments.tiles
     if tiles is not None:

@@ -42,14 +42,12 @@ from mainstem.kernels.recurrent.segments import Segments, TileList
 EPS = tl.constexpr(1e-6)
 FOLDED = tl.constexpr(32)  # rows that are added to a state at a time
 ROWS = 4  # that a program reads at a time
-COLUMNS = 64  # of a state in one program
 # the best of ten to twenty settings each on an H200, heads of 128; see docs/log/gpu.md
 BASE_PROGRAMS = 528
 GATE_PROGRAMS = 132
 WRITER_PROGRAMS = 2112
 BASE_OPTIONS = {"num_warps": 4, "num_stages": 2}
 ROW_OPTIONS = {"num_warps": 1, "num_stages": 1}
-WRITER_OPTIONS = {"num_warps": 2, "num_stages": 1}
 
 
 @triton.jit
@@ -299,7 +297,7 @@ def decode_with_rows(
         "HEADS": heads, "GROUP": heads // key_heads, "K": key_dim, "V": value_dim,
         "K_LANES": lanes_of(key_dim), **overlap_options(out.device),
     }  # fmt: skip
-    columns = min(lanes_of(value_dim), COLUMNS)
+    columns = base_columns(key_dim, value_dim)
     items = use.num_groups * heads * cdiv(value_dim, columns)
     precision = "ieee" if v.dtype == torch.float32 else "tf32"
     gate_programs = min(GATE_PROGRAMS, num_decodes)
@@ -361,6 +359,16 @@ class KernelRows(NamedTuple):
             return cls()
         assert rows is not None, "rows: without a place for them"
         return cls(*rows[1:], slots, firsts, *_strides(rows), rows.sums.shape[2])
+
+
+def base_columns(key_dim: int, value_dim: int) -> int:
+    """The columns of a base in one program: two fit into the shared memory of small cards."""
+    return min(lanes_of(value_dim), 64, 8192 // lanes_of(key_dim))
+
+
+def writer_options(use: RowUse | None, key_dim: int) -> dict[str, int]:
+    """Launch options of decodes that write a state; if they may fold, they need more registers."""
+    return {} if use is None else {"num_warps": 2 if key_dim <= 128 else 4, "num_stages": 1}
 
 
 def writer_grid(use: RowUse | None, blocks: int, num_writers: int) -> tuple[int, ...]:
