@@ -157,7 +157,7 @@ def test_a_state_has_room_for_the_rows_of_a_sequence() -> None:
     found = rows_that_fit(spec, torch.bfloat16, torch.bfloat16, page_bytes)
     assert (found.per_state, found.num_rows) == (1, 128)
     in_fp32 = rows_that_fit(spec, torch.bfloat16, torch.float32, page_bytes)
-    assert (in_fp32.per_state, in_fp32.num_rows) == (1, 80)
+    assert (in_fp32.per_state, in_fp32.num_rows) == (2, 32)
 
 
 def test_convolutions_without_a_matrix_have_no_rows(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ ALIGNMENT = 16  # bytes; of each part in a slot
 # Rows of a sequence, at most. More would save memory traffic, too, until they take as much as
 # reading and writing a state; but each sequence would take the memory of more.
 MOST_ROWS = 128
+# Likewise of rows in fp32, on CPUs: from 30 to 45 on, a step with them takes longer than one that
+# reads and writes a state (docs/log/cpu.md).
+MOST_WIDE_ROWS = 32
 
 
 class LayerState(NamedTuple):
@@ -54,13 +57,14 @@ NO_ROWS = RowShape(0, 0, torch.float32)
 def rows_that_fit(
     spec: ModelSpec, dtype: torch.dtype, row_dtype: torch.dtype, page_bytes: int
 ) -> RowShape:
-    """As many rows as fit into a state's slot, up to MOST_ROWS, for as many sequences as possible.
+    """As many rows as fit into a state's slot, up to a limit, for as many sequences as possible.
     None for a model with convolutions that have no matrix."""
     layers = spec.recurrences
     if any(isinstance(layer, ShortConvSpec) for layer in layers):
         return NO_ROWS
     slot_bytes = pages_per_state(spec, dtype.itemsize, page_bytes) * page_bytes
-    for num_rows in range(MOST_ROWS, 0, -ROOM_STEP):
+    most = MOST_ROWS if row_dtype.itemsize == 2 else min(MOST_ROWS, MOST_WIDE_ROWS)
+    for num_rows in range(most, 0, -ROOM_STEP):
         parts = [_row_bytes(each, num_rows, dtype.itemsize, row_dtype.itemsize) for each in layers]
         for per_state in range(slot_bytes // max(sum(map(sum, parts)), 1), 0, -1):
             if slot_bytes % (per_state * ALIGNMENT) == 0:
