@@ -15,6 +15,7 @@ from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.recurrence import HybridAttention, Recurrence
+from mainstem.runner.rounded_pages import RoundedPages
 from mainstem.runner.sampler import Sampler, drawn_logprobs, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 from mainstem.runner.states import DeviceStates
@@ -43,7 +44,7 @@ class CpuRunner:
     def __init__(
         self,
         decoder: Decoder,
-        pages: DevicePages,
+        pages: DevicePages | RoundedPages,
         max_positions: int,
         gate: Gate | None = None,
         num_states: int = 0,
@@ -62,7 +63,7 @@ class CpuRunner:
             )
             self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
         self._previous = torch.empty(0, dtype=torch.long)
-        self._single = SingleTokenPass.make(decoder, pages, self._attention.tables)
+        self._single = self._make_single(decoder)
         self.weights: ModelWeights | None = None
         self._loads: Loads | None = None
         self.sampler = Sampler()
@@ -72,7 +73,7 @@ class CpuRunner:
         return False
 
     @property
-    def pages(self) -> DevicePages:
+    def pages(self) -> DevicePages | RoundedPages:
         return self._pages
 
     def exchange(self, decoder: Decoder | None) -> None:
@@ -88,7 +89,13 @@ class CpuRunner:
         if decoder.recurrent:
             assert self.states is not None
             self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
-        self._single = SingleTokenPass.make(decoder, self._pages, self._attention.tables)
+        self._single = self._make_single(decoder)
+
+    def _make_single(self, decoder: Decoder) -> SingleTokenPass | None:
+        """The pass for single tokens; it does not read rounded pages."""
+        if isinstance(self._pages, RoundedPages):
+            return None
+        return SingleTokenPass.make(decoder, self._pages, self._attention.tables)
 
     def attach(self, loads: Loads) -> None:
         """Set the loads that steps may name from now on."""

@@ -14,9 +14,11 @@ from mainstem.models.weights import Checkpoint, compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
 from mainstem.runner.division import KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.kv_form import ROUNDED_BYTES, open_pages, rounds_pages
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
+from mainstem.runner.rounded_pages import ROUNDED_LAYOUT, RoundedPages
 from mainstem.runner.states import pages_per_state
 from mainstem.runner.weights import CpuParts, LoadFacts, RunnerWeights
 
@@ -55,9 +57,11 @@ def load_cpu_runner(
     else:
         is_packed = pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
     part = decoder.spec
-    kv_bytes = part.kv_elements_per_token * dtype.itemsize
+    is_rounded = rounds_pages(cache, spec, DType(str(dtype).removeprefix("torch.")))
+    costs = KvCosts.of(part, ROUNDED_BYTES if is_rounded else dtype.itemsize)
+    page_bytes = costs.page_bytes(cache.page_size)
+    kv_bytes = -(-page_bytes // cache.page_size)
     budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
-    page_bytes = kv_bytes * cache.page_size
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
     state_bytes = per_state * page_bytes
     num_states = cache.num_states(
@@ -67,7 +71,14 @@ def load_cpu_runner(
     budget -= state_memory
     left = available_bytes()  # before any rank allocates pages
     chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    kv = divide(KvCosts.of(part, dtype.itemsize), cache, budget, context, chunk_tokens)
+    open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size if is_rounded else 0
+    kv = divide(
+        costs,
+        cache,
+        budget - open_pages(config.sched.max_seqs, budget // page_bytes) * open_bytes,
+        context,
+        chunk_tokens,
+    )
     if num_parts is not None:
         kv = replace(kv, num_parts=num_parts)
     kv = replace(
@@ -75,10 +86,20 @@ def load_cpu_runner(
         num_pages=smallest(kv.num_pages, ranks, torch.device("cpu")),
         num_parts=smallest(kv.num_parts, ranks, torch.device("cpu")),
     )
-    cache.check_fits(ranks.shard.of * (kv.num_bytes + state_memory), left)
-    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
+    num_open = open_pages(config.sched.max_seqs, kv.num_pages)
+    needed = kv.num_bytes + state_memory + num_open * open_bytes
+    cache.check_fits(ranks.shard.of * needed, left)
+    layout = LAYOUT + ROUNDED_LAYOUT if is_rounded else LAYOUT
+    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, layout)
     facts = facts.with_states(num_states, per_state)
-    pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
+    pages: DevicePages | RoundedPages
+    if is_rounded:
+        facts = facts.with_open_pages(num_open, open_bytes)
+        pages = RoundedPages(
+            part, kv.num_pages, cache.page_size, dtype, kv.num_parts, num_open=num_open
+        )
+    else:
+        pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
     runner = CpuRunner(decoder, pages, context, num_states=num_states)
 
     def make(source: Checkpoint) -> Decoder:
@@ -89,7 +110,7 @@ def load_cpu_runner(
         return made
 
     def identify(other: Origin) -> bytes:
-        return make_facts(other, config, ranks.shard, dtype, context, kv, LAYOUT).identity
+        return make_facts(other, config, ranks.shard, dtype, context, kv, layout).identity
 
     loaded = LoadFacts(origin, dtype, device, identify)
     runner.weights = RunnerWeights(loaded, CpuParts(runner, make))

@@ -20,6 +20,7 @@ from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.gpu_weights import GpuParts
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
+from mainstem.runner.kv_form import rounds_pages
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
 from mainstem.runner.states import DeviceStates, pages_per_state
@@ -60,6 +61,12 @@ def load_gpu_runner(
     spec = origin.spec.at_context(context)
     part = part_of(spec, ranks.shard)
     dtype = _dtype(model, spec)
+    if rounds_pages(cache, spec, DType(str(dtype).removeprefix("torch."))):
+        raise ConfigError(
+            "kv_dtype=fp8 works only on CPUs: the attention kernels for GPUs read K and V in 16 "
+            "bits. Leave out kv_dtype; for a checkpoint that declares fp8 K and V, set "
+            "kv_dtype=bf16"
+        )
     max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
     max_tokens = max(max_tokens, 2)  # a step has room for a decode and a token of a prompt
     space = Workspace.make(part, max_tokens, dtype, device)

@@ -117,7 +117,7 @@ def make_facts(
         part_bytes=division.part_bytes,
         window=spec.part_window,
         page_size=config.cache.page_size,
-        page_bytes=spec.kv_elements_per_token * dtype.itemsize * config.cache.page_size,
+        page_bytes=division.page_bytes + division.part_bytes,
         vocab_size=spec.vocab_size,
         max_model_len=context,
         identity=_identity(origin, context, dtype, config.model, layout),
