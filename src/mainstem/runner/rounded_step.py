@@ -56,9 +56,7 @@ class _Kept(NamedTuple):
 class RoundedStep:
     """Like StepPages."""
 
-    def __init__(
-        self, spec: ModelSpec, pages: RoundedPages, inputs: Inputs, spans: Spans
-    ) -> None:
+    def __init__(self, spec: ModelSpec, pages: RoundedPages, inputs: Inputs, spans: Spans) -> None:
         self._spec, self._pages, self._inputs = spec, pages, inputs
         size = pages.page_size
         self._positions = inputs.positions.numpy().astype(np.int32)
@@ -81,9 +79,7 @@ class RoundedStep:
     def shape(self, part: int, window: int | None) -> cpu.PageShape:
         return self._local(part, window).shape
 
-    def write(
-        self, place: int, window: int | None, kv: Tensor, move_turns: Tensor | None
-    ) -> None:
+    def write(self, place: int, window: int | None, kv: Tensor, move_turns: Tensor | None) -> None:
         """Write K and V of the step's tokens, round full pages, move pages, and expand those that
         the step reads."""
         pages, opened, part = self._pages, self._opened, self._pages.part_of[place]
