@@ -5,6 +5,7 @@ Sums in another order change K by its last bits, which may change the rounding o
 answers are compared with a tenth of what rounding to fp8 changes in them.
 """
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mainstem.core.config import (
     CacheConfig,
@@ -23,19 +25,25 @@ from mainstem.core.config import (
     Share,
     StoreConfig,
 )
-from mainstem.core.errors import ConfigError
+from mainstem.core.errors import ConfigError, UnsupportedModel
 from mainstem.core.events import EventBus
-from mainstem.core.ids import RequestId
+from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Overflow, Request, SamplingParams
+from mainstem.core.step import PageWeighing, Step
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
+from mainstem.kernels.memory.cpu import turn_keys
 from mainstem.kernels.memory.record_size import record_bytes
 from mainstem.kernels.memory.records import MOST, expand_pages, round_pages
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.origin import folder_origin
 from mainstem.runner.rounded_pages import RoundedPages
+from tests.models.checkpoints import VOCAB as CHECKPOINT_VOCAB
+from tests.models.checkpoints import make_checkpoint
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
+from tests.runner.steps import Seq, Work, a_step, run
 
 pytestmark = pytest.mark.torch
 
@@ -57,19 +65,27 @@ def an_engine(name: str, config: EngineConfig, bus: EventBus | None = None) -> E
 def ask(engine: Engine, prompts: list[list[int]], num_tokens: int = 1) -> list[Answer]:
     """Each answer's tokens, with the logprobs of the likeliest 20."""
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=20, ignore_eos=True)
-    for index, ids in enumerate(prompts):
-        engine.submit(
+    return run_requests(
+        engine,
+        [
             Request(RequestId(str(index)), np.array(ids, np.int32), sampling, expected_tokens=1)
-        )
-    found: list[Answer] = [[] for _ in prompts]
+            for index, ids in enumerate(prompts)
+        ],
+    )
+
+
+def run_requests(engine: Engine, requests: list[Request]) -> list[Answer]:
+    found: dict[RequestId, Answer] = {each.request_id: [] for each in requests}
+    for request in requests:
+        engine.submit(request)
     while engine.has_work:
         for output in engine.step():
             assert output.fault is None
-            found[int(output.request_id)] += [
+            found[output.request_id] += [
                 (each.token_id, np.array(each.top_logprobs)) for each in output.logprobs
             ]
     engine.check()
-    return found
+    return list(found.values())
 
 
 def prompts() -> list[list[int]]:
@@ -252,3 +268,131 @@ def test_bf16_is_refused_for_another_compute_dtype() -> None:
     config = replace(a_config(), cache=CacheConfig(kv_tokens=64, kv_dtype=KvDType.BF16))
     with pytest.raises(ConfigError, match="float32 here"):
         an_engine("GraniteForCausalLM", config)
+
+
+def test_a_moved_page_has_the_error_of_two_roundings() -> None:
+    """A truncation expands a page, rotates its keys in fp32 and rounds them again."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(64, 16, 64, generator=generator)
+    angles = 10 * torch.randn(64, 1, 32, generator=generator)
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def as_kept(pages: torch.Tensor) -> torch.Tensor:
+        found = torch.empty(64, 16 * 64)
+        expand_pages(round_pages(pages.reshape(64, -1)), found)
+        return found.view(pages.shape)
+
+    def error(found: torch.Tensor, right: torch.Tensor) -> float:
+        return float((found - right).norm() / right.norm())
+
+    right, moved = keys.clone(), as_kept(keys)
+    turn_keys(right, turns)
+    turn_keys(moved, turns)
+    once, twice = error(as_kept(keys), keys), error(as_kept(moved), right)
+    assert 0.02 < once < 0.03
+    assert once < twice < 1.5 * once
+
+
+@pytest.mark.parametrize("overflow", [Overflow.KV, Overflow.IMPORTANT])
+@pytest.mark.parametrize("name", ["OlmoForCausalLM", "Gemma3ForCausalLM"])
+def test_truncated_conversations_read_moved_pages(name: str, overflow: Overflow) -> None:
+    """With one layer a moved page is a computed page, rotated: each answer must be near that to a
+    prompt of the kept tokens."""
+    spec = RECIPES[name]
+    spec = replace(spec, layers=spec.layers[-1:])
+    config = rounded(replace(a_config(), sched=SchedConfig(chunk_tokens=24, max_model_len=160)))
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    runner, facts = load_cpu_runner(RecipeOrigin(spec), config)
+    engine = join(runner, facts, config, bus)
+    rng, said, far = np.random.default_rng(3), list[int](), 0.0
+    for turn in range(6):
+        said += rng.integers(3, VOCAB, 50).tolist()
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, logprobs=20, ignore_eos=True)
+        request = Request(
+            RequestId(f"{turn}"),
+            np.array(said, np.int32),
+            sampling,
+            session=SessionId("s"),
+            overflow=overflow,
+        )
+        (found,) = run_requests(engine, [request])
+        kept, _ = engine._scheduler._intake._truncator.fit(request)
+        alone = Request(RequestId(f"alone {turn}"), kept.prompt_ids, sampling, salt=b"alone")
+        far = max(far, distance([found[:1]], [run_requests(engine, [alone])[0][:1]]))
+    assert counters.moved_pages > 0
+    assert far < 20 * exact_answers(name).tolerance  # twice what rounding changes
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_weighings_read_the_pages_as_rounded(name: str) -> None:
+    """The masses of pages are near those of unrounded keys, and that of the open page is the
+    same code path: it holds the tokens of two steps."""
+    masses = []
+    for config in (a_config(), rounded(a_config())):
+        runner, _ = load_cpu_runner(RecipeOrigin(RECIPES[name]), config)
+        ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 45)]
+        seq = Seq(slot=1, token_ids=ids, pages=[4, 0, 2])
+        first = [Work(seq, 35, has_sample=False)]
+        step = a_step(first, 16, VOCAB)
+        run(runner, with_own_parts(step, runner), first)
+        step = a_step([Work(seq, 10)], 16, VOCAB)
+        weighing = PageWeighing(2, 8, np.array(seq.pages, np.int32))
+        step = replace(with_own_parts(step, runner), weighings=(weighing,))
+        masses.append(runner.launch(step).wait().page_masses[0])
+    assert masses[1].sum() == pytest.approx(masses[0].sum(), rel=1e-4)  # weights of whole rows
+    assert np.allclose(masses[1], masses[0], rtol=0.1)
+    assert not np.array_equal(masses[1], masses[0])
+
+
+def with_own_parts(step: Step, runner: CpuRunner) -> Step:
+    """The step; if windowed parts have a pool of their own, each page's is at its own number."""
+    if not runner.pages.num_parts:
+        return step
+    places = np.minimum(np.arange(runner.pages.num_pages), runner.pages.num_parts)
+    return replace(step, window_parts=places.astype(np.int32))
+
+
+def test_the_scales_of_a_checkpoint_are_read(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    declare_fp8_kv(tmp_path, {"k": 0.25, "v": 0.125})
+    runner, facts = load_cpu_runner(
+        folder_origin(tmp_path), EngineConfig(cache=CacheConfig(kv_tokens=64))
+    )
+    assert isinstance(runner.pages, RoundedPages)
+    assert runner.pages.scales == dict.fromkeys(range(runner.pages.num_layers), (0.25, 0.125))
+    own = CacheConfig(kv_tokens=64, kv_dtype=KvDType.FP8)
+    of_pages, other = load_cpu_runner(folder_origin(tmp_path), EngineConfig(cache=own))
+    assert isinstance(of_pages.pages, RoundedPages)
+    assert of_pages.pages.scales is None
+    assert facts.identity != other.identity
+    seq = Seq(slot=0, token_ids=list(range(3, 21)), pages=[1, 0])
+    works = [Work(seq, 18)]
+    run(runner, a_step(works, 16, CHECKPOINT_VOCAB), works)
+    records = runner.pages.rounded(0)[0, :, 1].contiguous()
+    assert (records.view(torch.float32)[:, -4] == 0.25).all()
+
+
+def test_a_declared_scale_that_is_missing_is_named(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    declare_fp8_kv(tmp_path, {"k": 0.02})
+    config = EngineConfig(cache=CacheConfig(kv_tokens=64))
+    with pytest.raises(UnsupportedModel, match=r"lacks model.layers.0.self_attn.v_scale"):
+        load_cpu_runner(folder_origin(tmp_path), config)
+
+
+def declare_fp8_kv(folder: Path, scales: dict[str, float]) -> None:
+    """Add a scheme and scales to a checkpoint whose weights are plain."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(3):
+        for letter, scale in scales.items():
+            tensors[f"model.layers.{layer}.self_attn.{letter}_scale"] = torch.tensor([scale])
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+        "kv_cache_scheme": scheme,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))

@@ -16,6 +16,7 @@ from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.recurrence import HybridAttention, Recurrence
 from mainstem.runner.rounded_pages import RoundedPages
+from mainstem.runner.rounded_weighing import RoundedKeys
 from mainstem.runner.sampler import Sampler, drawn_logprobs, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 from mainstem.runner.states import DeviceStates
@@ -154,8 +155,14 @@ class CpuRunner:
             return decoder.forward(token_ids, rows, hybrid, gate), []
         if not step.weighings:
             return decoder.forward(token_ids, rows, planned, gate), []
+        pages: DevicePages | RoundedKeys
+        if isinstance(self._pages, RoundedPages):
+            pages = RoundedKeys(self._pages, step)
+            step = pages.step
+        else:
+            pages = self._pages
         attention = WeighingAttention(
-            planned, decoder.spec, self._pages, decoder.sinks, step, torch.device("cpu")
+            planned, decoder.spec, pages, decoder.sinks, step, torch.device("cpu")
         )
         hidden = decoder.forward(token_ids, rows, attention, gate)
         return hidden, attention.masses(decoder.ranks)

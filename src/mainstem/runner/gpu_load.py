@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from mainstem.core.config import DType, EngineConfig, ModelConfig
+from mainstem.core.config import DType, EngineConfig, KvDType, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits
 from mainstem.kernels.recurrent import gpu as recurrent_kernels
@@ -20,7 +20,6 @@ from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.gpu_weights import GpuParts
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
-from mainstem.runner.kv_form import rounds_pages
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
 from mainstem.runner.states import DeviceStates, pages_per_state
@@ -61,12 +60,6 @@ def load_gpu_runner(
     spec = origin.spec.at_context(context)
     part = part_of(spec, ranks.shard)
     dtype = _dtype(model, spec)
-    if rounds_pages(cache, spec, DType(str(dtype).removeprefix("torch."))):
-        raise ConfigError(
-            "kv_dtype=fp8 works only on CPUs: the attention kernels for GPUs read K and V in 16 "
-            "bits. Leave out kv_dtype; for a checkpoint that declares fp8 K and V, set "
-            "kv_dtype=bf16"
-        )
     max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
     max_tokens = max(max_tokens, 2)  # a step has room for a decode and a token of a prompt
     space = Workspace.make(part, max_tokens, dtype, device)
@@ -157,6 +150,11 @@ def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimi
 
 
 def _check(config: EngineConfig) -> None:
+    if config.cache.kv_dtype is KvDType.FP8:
+        raise ConfigError(
+            "kv_dtype=fp8 works only on CPUs: attention on GPUs reads K and V in 16 bits. Leave "
+            "out kv_dtype"
+        )
     page_size = config.cache.page_size
     if page_size not in PAGE_SIZES:
         raise ConfigError(f"page_size on a GPU must be one of {PAGE_SIZES}, got {page_size}")

@@ -20,15 +20,15 @@ def rounds_pages(cache: CacheConfig, spec: ModelSpec, dtype: DType) -> bool:
             f"kv_dtype=bf16 keeps K and V in the compute dtype, which is {dtype.value} here: set "
             "dtype=bfloat16, or leave out kv_dtype"
         )
-    if wanted is not KvDType.FP8 and not (wanted is KvDType.AUTO and spec.has_fp8_kv):
-        return False
-    if spec.recurrences:
+    if wanted is KvDType.AUTO:
+        return spec.has_fp8_kv and not spec.recurrences
+    if wanted is KvDType.FP8 and spec.recurrences:
         raise ConfigError(
             "kv_dtype=fp8 is not supported for models with recurrent layers: their states are kept "
             "in the middle of pages, which cannot be continued once they are rounded. Use "
-            "kv_dtype=bf16"
+            "kv_dtype=auto"
         )
-    return True
+    return wanted is KvDType.FP8
 
 
 def open_pages(max_seqs: int | None, num_pages: int) -> int:

@@ -8,18 +8,17 @@ sequence is filling is open: it is kept in the compute dtype, at the sequence's 
 the step that fills it. Only rounded pages are shared, saved and loaded.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from mainstem.kernels.memory.record_size import record_bytes
+from mainstem.models.quantized.kv_scales import KvScales
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.page_parts import PagePart, page_parts
 
-ROUNDED_LAYOUT = b":e4m3 by page and head"  # part of the model's identity
-
-Scales = Mapping[int, tuple[float, float]]  # by place of a layer in a page: of K and of V
+# parts of the model's identity
+ROUNDED_LAYOUT = b":e4m3"
+SCALES_LAYOUT = b":e4m3 with the scales of the checkpoint"
 
 
 class RoundedPages:
@@ -34,7 +33,7 @@ class RoundedPages:
         num_parts: int = 0,
         *,
         num_open: int,
-        scales: Scales | None = None,
+        scales: KvScales | None = None,
     ) -> None:
         """`num_parts`: RunnerFacts.num_parts; `num_open`: sequences that run at once; `scales` are
         those of a checkpoint that has them, None: from each page's largest number."""

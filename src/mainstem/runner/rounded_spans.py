@@ -20,12 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mainstem.core.ragged import ragged_arange, starts_of
 from mainstem.core.step import Int32s, Int64s, Spans
-
-Ints = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +58,11 @@ def open_pages(
 class _Blocks(NamedTuple):
     """Parts of spans: some of their rows with some of their keys."""
 
-    span: Ints
-    first_row: Ints  # of query_rows
-    num_rows: Ints
-    first_key: Ints
-    num_keys: Ints
+    span: Int32s
+    first_row: Int32s  # of query_rows
+    num_rows: Int32s
+    first_key: Int32s
+    num_keys: Int32s
 
 
 def split_spans(
@@ -74,14 +71,15 @@ def split_spans(
     """The same attention, each span over rounded pages or over one open page. Open page number i
     (of `opened`) gets the id `num_pages` + i."""
     assert spans.first_keys is None, "windows are clipped after pages are told apart"
-    span_of = np.arange(len(spans)).repeat(np.diff(spans.query_starts))
+    span_of = np.arange(len(spans), dtype=np.int32).repeat(np.diff(spans.query_starts))
     own = positions[spans.query_rows] // page_size * page_size  # where each token's page begins
     own -= spans.key_positions[span_of]
     rounded = np.minimum(own, spans.key_tokens[span_of])  # keys that each token reads rounded
     whole = _whole_rows(spans, rounded)
     squares = _squares(spans, rounded)
     last = _own_pages(spans, span_of, own)
-    blocks = _Blocks(*(np.concatenate(each) for each in zip(whole, squares, last, strict=True)))
+    columns = zip(whole, squares, last, strict=True)
+    blocks = _Blocks(*(np.concatenate(each).astype(np.int32) for each in columns))
     num_plain = len(whole.span) + len(squares.span)
     pages = -(-blocks.num_keys // page_size)
     places = ragged_arange(pages) + (
@@ -97,9 +95,9 @@ def split_spans(
         query_rows=spans.query_rows[rows],
         page_starts=starts_of(pages),
         page_ids=ids,
-        key_tokens=blocks.num_keys.astype(np.int32),
+        key_tokens=blocks.num_keys,
         is_causal=is_open & (blocks.num_rows > 1),
-        key_positions=(spans.key_positions[blocks.span] + blocks.first_key).astype(np.int32),
+        key_positions=spans.key_positions[blocks.span] + blocks.first_key,
     )
 
 
@@ -107,8 +105,8 @@ def _whole_rows(spans: Spans, rounded: Int32s) -> _Blocks:
     """All rows of each span with the rounded pages that all of them read."""
     num_keys = np.minimum.reduceat(rounded, spans.query_starts[:-1])
     num_rows = np.diff(spans.query_starts)
-    span = np.flatnonzero(num_keys > 0)
-    no_keys = np.zeros(len(span), np.int64)
+    span = np.flatnonzero(num_keys > 0).astype(np.int32)
+    no_keys = np.zeros(len(span), np.int32)
     return _Blocks(span, spans.query_starts[span], num_rows[span], no_keys, num_keys[span])
 
 
@@ -126,7 +124,7 @@ def _squares(spans: Spans, rounded: Int32s) -> _Blocks:
             last = first + int(starts[high]) if high < len(keys) else end
             num_keys = int(keys[middle] - keys[low])
             found.append((span, row, last - row, int(keys[low]), num_keys))
-    return _Blocks(*np.array(found, np.int64).reshape(-1, 5).T)
+    return _Blocks(*np.array(found, np.int32).reshape(-1, 5).T)
 
 
 def _halves(low: int, high: int) -> Iterator[tuple[int, int, int]]:
@@ -139,14 +137,14 @@ def _halves(low: int, high: int) -> Iterator[tuple[int, int, int]]:
     yield from _halves(middle, high)
 
 
-def _own_pages(spans: Spans, span_of: Ints, own: Int32s) -> _Blocks:
+def _own_pages(spans: Spans, span_of: Int32s, own: Int32s) -> _Blocks:
     """The rows of each page that is written, with the keys of this page."""
-    entries = np.flatnonzero(own < spans.key_tokens[span_of])
+    entries = np.flatnonzero(own < spans.key_tokens[span_of]).astype(np.int32)
     span, start = span_of[entries], own[entries]
     is_first = np.ones(len(entries), np.bool_)
     is_first[1:] = (span[1:] != span[:-1]) | (start[1:] != start[:-1])
     firsts = np.flatnonzero(is_first)
-    ends = np.append(firsts[1:], len(entries))
+    ends = np.append(firsts[1:], len(entries)).astype(np.int32)
     span, start = span[firsts], start[firsts]
     # the last row of a causal span sees all keys, the row before it one less
     hidden = spans.query_starts[span + 1] - 1 - entries[ends - 1]

@@ -13,7 +13,7 @@ SUPPORTED = (
     "bits, FP8, MXFP4), FP8 (per tensor, channel or block), MXFP4. Otherwise use the model's "
     "16-bit checkpoint"
 )
-# scales of fp8 KV caches; not needed, since K and V are kept in the compute dtype
+# scales of K and V in fp8, which are read by kv_scales.py
 KV_SCALES = (
     ".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale",
 )  # fmt: skip
