@@ -211,8 +211,8 @@ class CacheConfig:
     page_size: int = setting(16, "tokens per page; 16, 32 or 64 on a GPU", range=POWER_OF_TWO)
     kv_dtype: KvDType = setting(
         KvDType.AUTO,
-        "form of full pages of K and V. fp8 (CPU): half of 16 bits on the device and in every "
-        "tier. auto: the compute dtype, or fp8 with the checkpoint's scales if it has them",
+        "form of full pages of K and V. fp8: half of 16 bits on the device and in every tier. "
+        "auto: the compute dtype, or on a CPU fp8 with the checkpoint's scales if it has them",
     )
     kv_tokens: int | None = setting(None, "tokens of KV on the device", unset="from free memory")
     expected_tokens: int | None = setting(

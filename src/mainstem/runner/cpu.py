@@ -157,7 +157,7 @@ class CpuRunner:
             return decoder.forward(token_ids, rows, planned, gate), []
         pages: DevicePages | RoundedKeys
         if isinstance(self._pages, RoundedPages):
-            pages = RoundedKeys(self._pages, step)
+            pages = RoundedKeys(self._pages, step, step.seq_slots)
             step = pages.step
         else:
             pages = self._pages

@@ -18,6 +18,7 @@ class Places(NamedTuple):
     copies: tuple[Tensor, Tensor] | None = None  # slots to copy from and to
     # pages to move from and to, positions to move by
     moves: tuple[Tensor, Tensor, Tensor] | None = None
+    round_to: Tensor | None = None  # [tokens] with rounded pages on a GPU: Writes.targets
 
 
 @dataclass(frozen=True, slots=True)

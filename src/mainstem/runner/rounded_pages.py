@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mainstem.kernels.memory.record_size import record_bytes
+from mainstem.kernels.memory.records import expand_pages
 from mainstem.models.quantized.kv_scales import KvScales
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.page_parts import PagePart, page_parts
@@ -89,6 +90,20 @@ class RoundedPages:
     def joint(self, layer: int) -> Tensor:
         """The same memory as a view place by place: [2, places, kv_heads, 1, record]."""
         return self._rounded[layer].transpose(1, 2)[:, :, :, None]
+
+    def expanded_keys(self, layer: int, places: Tensor) -> Tensor:
+        """K of some places, [places, kv_heads, page_size, head_dim] fp32."""
+        part = self.parts[self.part_of[layer]]
+        heads, dim = part.shape.heads, part.shape.dim
+        keys = torch.empty((heads, len(places), self.page_size * dim))
+        expand_pages(self._rounded[layer][0].index_select(1, places), keys)
+        return keys.view(heads, len(places), self.page_size, dim).transpose(0, 1)
+
+    def open_keys(self, layer: int, slots: Tensor) -> Tensor:
+        """K of the open pages at these slots, [slots, kv_heads, page_size, head_dim]."""
+        part = self.parts[self.part_of[layer]]
+        keys = self._open[layer][: part.shape.heads].index_select(1, slots)
+        return keys.view(part.shape.heads, -1, self.page_size, part.shape.dim).transpose(0, 1)
 
     def opened(self, layer: int) -> Tensor:
         """[2 * kv_heads, sequences, page_size * dim], heads of K first."""

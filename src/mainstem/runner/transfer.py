@@ -19,6 +19,7 @@ from mainstem.kv.transfer import LoadId, PageCopier
 from mainstem.models.block import Gate
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.gpu_rounded import RoundedGpuPages
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.ranks.copier import RankedCopier
@@ -185,7 +186,7 @@ def connect(runner: Runner, host_bytes: int) -> PageCopier:
     return attach_copier(runner, host_bytes)
 
 
-def pages_of(runner: Runner) -> DevicePages | RoundedPages | GpuPages:
+def pages_of(runner: Runner) -> DevicePages | RoundedPages | GpuPages | RoundedGpuPages:
     """The pages that a runner has in this process."""
     if isinstance(runner, CpuRunner):
         return runner.pages
