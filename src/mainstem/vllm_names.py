@@ -22,6 +22,7 @@ _FIXED_MEMORY = "use kv_tokens, or gpu_memory_utilization for weights and pages 
 SAME_MEANING = {
     "max_num_batched_tokens": "chunk_tokens",
     "block_size": "page_size",
+    "kv_cache_dtype": "kv_dtype",
     "max_num_seqs": "max_seqs",
     "tensor_parallel_size": "tensor_parallel",
 }
@@ -41,7 +42,6 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
         "for plain weights use quantize='int8' (CPU) or quantize='fp8' (GPU); the format of a "
         "quantized checkpoint is read from its config.json: leave it out",
     ),
-    "kv_cache_dtype": OnlyAt(("auto", None), "pages have the model's dtype; leave it out"),
     "enable_prefix_caching": OnlyAt((True, None), "use share='none' to share nothing"),
     "enable_chunked_prefill": OnlyAt((True, None), "prompts are always cut to chunk_tokens"),
     "swap_space": OnlyAt((0, None), "use host_gb: memory for pages that leave the device"),

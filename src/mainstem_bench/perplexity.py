@@ -1,6 +1,7 @@
 """Measures how well a decoder predicts a text, which shows what quantization costs."""
 
 import math
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -8,15 +9,31 @@ import torch
 from mainstem.core.step import Int32s, Spans
 from mainstem.models.block import OpenGate
 from mainstem.models.cpu.decoder import Decoder
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.attention import CpuAttention
 from mainstem.runner.inputs import Inputs, Places
 from mainstem.runner.pages import DevicePages
+from mainstem.runner.rounded_pages import RoundedPages
 
 _PAGE_SIZE = 16
 _HEAD_ROWS = 128  # rows whose full logits are held at once
 
 
-def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: int = 512) -> float:
+class Pages(Protocol):
+    """How pages of K and V are made: DevicePages, or RoundedPages for K and V in fp8."""
+
+    def __call__(
+        self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype
+    ) -> DevicePages | RoundedPages: ...
+
+
+def perplexity(
+    decoder: Decoder,
+    token_ids: Int32s,
+    window: int = 1024,
+    stride: int = 512,
+    pages: Pages = DevicePages,
+) -> float:
     """Return exp of the mean negative log-likelihood of every token after the first.
 
     Windows of `window` tokens move by `stride`. Each token is scored once, in the first window that
@@ -32,7 +49,7 @@ def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: 
         ids = token_ids[first : first + window]
         skipped = max(scored - first, 1)  # leading tokens of this window that are not scored
         if skipped < len(ids):
-            total += _window_nll(decoder, ids, skipped)
+            total += _window_nll(decoder, ids, skipped, pages)
             count += len(ids) - skipped
         scored = first + len(ids)
         if scored == len(token_ids):
@@ -41,12 +58,12 @@ def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: 
 
 
 @torch.inference_mode()
-def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
+def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int, make: Pages) -> float:
     """Return the negative log-likelihood, summed over the window's tokens from number `skipped`
     on."""
     count = len(token_ids)
     num_pages = -(-count // _PAGE_SIZE)
-    pages = DevicePages(decoder.spec, num_pages, _PAGE_SIZE, decoder.dtype)
+    pages = make(decoder.spec, num_pages, _PAGE_SIZE, decoder.dtype)
     spans = Spans(
         query_starts=np.array([0, count], np.int32),
         query_rows=np.arange(count, dtype=np.int32),
@@ -61,6 +78,8 @@ def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
     inputs = Inputs(
         token_ids=ids,
         positions=torch.arange(count),
+        seq_slots=np.zeros(1, np.int32),
+        seq_starts=np.array([0, count], np.int32),
         places=places,
         windowed=places,
         window_parts=None,

@@ -54,7 +54,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "[cache]\npage_sise = 16\n",
             "'page_sise'. Did you mean page_size.* Known: expected_tokens, ",
         ),
-        ("[cache]\nzzz = 16\n", "unknown setting 'zzz'. Known: expected_tokens, kv_tokens"),
+        ("[cache]\nzzz = 16\n", "unknown setting 'zzz'. Known: expected_tokens, kv_dtype"),
         ("[cache]\nhost_gb = 16\n", r"'host_gb'. It is called host_gb, in section \[store\]"),
         ("[cache]\ngpu_memory_utilization = 1\n", "It is called memory_share$"),
         ('[cache]\npage_size = "big"\n', "page_size must be int"),

@@ -35,6 +35,7 @@ from mainstem.kernels.attention.hopper.rows import tail_of
 from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
+from mainstem.kernels.attention.triton.open_pages import _open_pages_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
 from mainstem.kernels.attention.tuning import (
@@ -73,6 +74,7 @@ from mainstem.kernels.hopper import tiles_of
 from mainstem.kernels.memory.append import _rope_append_kernel
 from mainstem.kernels.memory.copy import _copy_slots_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
+from mainstem.kernels.memory.round import _round_pages_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel
 from mainstem.kernels.memory.upload import _move_kernel
 from mainstem.kernels.recurrent.blocks import lanes_of, tile_options
@@ -176,6 +178,7 @@ def _span_constants(tiles: Tiles, head_dim: int = 128) -> dict[str, object]:
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
         "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
         "HAS_LSE": True, "HAS_WINDOW": False, "SOFTCAP": 0.0, "WIDE": True, "UPCAST": False,
+        "ROUNDED": False, **_nothing("k_scales_ptr", "v_scales_ptr"),
         "OVERLAPS": tiles is not FALLBACK,
     }  # fmt: skip
 
@@ -303,6 +306,8 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     yield Job(
         _merge_partials_kernel, {**merge, **overlaps, "IS_PACKED": False}, {}, {"num_warps": 8}
     )
+    if tiles is HOPPER:  # other cards with fp8 numbers take the same code
+        yield from _rounded_jobs(tiles, overlaps)
     yield Job(_sinks_kernel, {**HEAD, **overlaps, "HEADS": 64, "TILE_ROWS": 16})
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
@@ -316,6 +321,27 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     still = {"HALF": 0, "HALF_LANES": 1, "PAGE_SIZE": 16, "inv_freq_ptr": None}
     yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **still})
+
+
+def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]:
+    """Attention and the other kernels of pages in fp8, and their scales."""
+    scales = ("k_scales_ptr", "v_scales_ptr")
+    constants = {**_span_constants(tiles), "ROUNDED": True}
+    for name in scales:
+        del constants[name]
+    codes = {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", **dict.fromkeys(scales, "*fp32")}
+    box = "tensordesc<fp8e4nv[1, 64, 128]>"
+    yield Job(
+        _span_kernel,
+        constants,
+        {**codes, "k_rows": box, "v_rows": box},
+        {"num_warps": tiles.num_warps},
+        most_shared=SHARED_BYTES[tiles is HOPPER],
+    )
+    heads = {"KV_HEADS": 8, "PAGE_SIZE": 16, **HEAD, **overlaps}
+    opened = {"GROUP": 4, "ROWS": 16, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
+    yield Job(_open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"})
+    yield Job(_round_pages_kernel, heads, {"targets_ptr": "*i64", **codes})
 
 
 def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:

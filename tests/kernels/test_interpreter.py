@@ -12,7 +12,7 @@ MODULES = [
     "test_invariant.py",
     "test_transfer.py", "test_upload.py", "test_experts.py", "test_int4.py",
     "test_packed_experts.py", "test_fp8_few.py", "test_recurrent_triton.py",
-    "test_recurrent_rows_triton.py",
+    "test_recurrent_rows_triton.py", "test_rounded.py",
 ]  # fmt: skip
 
 

@@ -179,6 +179,9 @@ class RecipeOrigin:
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         return _Weights(dtype, device, self.spec)
 
+    def kv_scales(self) -> None:
+        return None
+
 
 def a_config(dtype: DType = DType.FP32) -> EngineConfig:
     return EngineConfig(

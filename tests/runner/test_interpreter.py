@@ -13,6 +13,7 @@ MODULES = [
     "test_gpu_packed.py",
     "test_gpu_linears.py",
     "test_gpu_weights.py",
+    "test_rounded_gpu.py",
 ]
 
 

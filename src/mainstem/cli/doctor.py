@@ -173,6 +173,8 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
         ("  weights", str(model["weights"])),
         ("  KV", f"{kept:,} bytes a token in {model['dtype']}"),
     ]
+    if rounded := model["fp8_bytes_per_token"]:
+        lines.append(("  KV in fp8", f"{rounded:,} bytes a token, with --kv-dtype fp8"))
     if windowed:
         words = (
             f"{windowed / kept:.0%} of that is in layers with a window, and is kept for the last "

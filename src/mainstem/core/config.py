@@ -147,6 +147,12 @@ class Quantize(Enum):
     FP8 = "fp8"  # GPU: e4m3 weights per channel, activations quantized per token
 
 
+class KvDType(Enum):
+    AUTO = "auto"  # the compute dtype; fp8 if the checkpoint declares it
+    BF16 = "bf16"
+    FP8 = "fp8"  # e4m3, a scale for each full page and head; the page being filled stays as it is
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which weights, in which form."""
@@ -211,6 +217,11 @@ class CacheConfig:
     """KV memory."""
 
     page_size: int = setting(16, "tokens per page; 16, 32 or 64 on a GPU", range=POWER_OF_TWO)
+    kv_dtype: KvDType = setting(
+        KvDType.AUTO,
+        "form of full pages of K and V. fp8: half of 16 bits on the device and in every tier. "
+        "auto: the compute dtype, or on a CPU fp8 with the checkpoint's scales if it has them",
+    )
     kv_tokens: int | None = setting(None, "tokens of KV on the device", unset="from free memory")
     expected_tokens: int | None = setting(
         None,

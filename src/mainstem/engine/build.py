@@ -128,6 +128,7 @@ def join(
         row_slots_per_state=facts.row_slots_per_state,
         parts=parts,
         state_cost=partial(prefill_tokens, facts.num_params, facts.pair_flops),
+        has_whole_pages=facts.num_open_pages is not None,
     )
     if facts.num_states and stack.tiers and store.stored_states is None:
         log.warning(
@@ -139,7 +140,11 @@ def join(
     card = card_for(facts.device_name)
     sched = config.sched
     scheduler = Scheduler(
-        replace(sched, span_levels=sched.span_levels or facts.max_span_levels),
+        replace(
+            sched,
+            span_levels=sched.span_levels or facts.max_span_levels,
+            max_seqs=facts.num_open_pages or sched.max_seqs,
+        ),
         store,
         facts.vocab_size,
         facts.max_model_len,

@@ -57,6 +57,7 @@ class PageFinder:
     index: PrefixIndex
     loader: PageLoader
     parts: WindowParts | None
+    has_whole_pages: bool = False  # no page is shared in part
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain the store has."""
@@ -118,6 +119,8 @@ class PageFinder:
 
         If the public tokens end inside a page, those on this page may be found under a public name.
         """
+        if self.has_whole_pages:
+            return None
         own = self.index.best_follower(chain.parent(depth), rest)
         num_public = chain.public_tokens - depth * self.page_size
         if not 0 < num_public < self.page_size:

@@ -61,11 +61,14 @@ class KVStore:
         row_slots_per_state: int = 0,
         parts: WindowParts | None = None,
         state_cost: Callable[[int], float] = float,
+        has_whole_pages: bool = False,
     ) -> None:
         """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
         models without recurrent layers; `state_cost` is that of a prompt's first tokens, by number.
         `row_slots_per_state`: see RowSlots; 0: no sequence keeps rows. `parts` has the windowed
-        parts of pages, if they have a pool of their own."""
+        parts of pages, if they have a pool of their own. With `has_whole_pages` no page is shared
+        in part: full pages are rounded, and a page that begins alike must be filled from unrounded
+        numbers."""
         self.num_pages, self.page_size = num_pages, page_size
         ranking = policy_named(config.policy)
         self.states = StateStore(num_states, bus, ranking, state_cost) if num_states else None
@@ -86,7 +89,7 @@ class KVStore:
         self.stack = stack = stack or TierStack(bus)
         self.saver = PageSaver(self._pool, self.index, stack, bus, config.save)
         self.loader = PageLoader(self._pool, self.index, stack, bus)
-        self.finder = PageFinder(page_size, self.index, self.loader, parts)
+        self.finder = PageFinder(page_size, self.index, self.loader, parts, has_whole_pages)
         if self.states is not None and StoredStates.fits(stack, pages_per_state):
             self.stored_states = StoredStates(
                 self.states, stack, self.saver, self.loader, bus, num_pages, pages_per_state
@@ -209,7 +212,8 @@ class KVStore:
     def reserve_tail(self, chain: PageChain, page: int) -> None:
         """Like `reserve`, for the page of the chain's last tokens, which do not fill it: other
         sequences find the tokens they share with it. It is not saved to lower tiers."""
-        self.index.reserve_tail(chain, page)
+        if not self.finder.has_whole_pages:
+            self.index.reserve_tail(chain, page)
 
     def commit_tail(self, page: int) -> None:
         """Mark the page of a `reserve_tail` as filled by the launched step."""
@@ -219,6 +223,8 @@ class KVStore:
         """Name a page that holds the last of a chain's first `num_tokens` and will not grow: other
         sequences find the tokens they share with it. Skipped unless the page before it is READY."""
         kept = chain.first(num_tokens)
+        if self.finder.has_whole_pages:
+            return
         if kept.keys and not self.index.is_ready(kept.keys[-1]):
             return
         self.index.reserve_tail(kept, page)

@@ -76,6 +76,7 @@ class LoadedModel:
         device: str = "auto",
         quantize: str = "none",
         page_size: int = 16,
+        kv_dtype: str = "auto",
         kv_tokens: int | None = None,
         expected_tokens: int | None = None,
         states: int | None = None,

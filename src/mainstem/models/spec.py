@@ -373,6 +373,11 @@ class ModelSpec:
         return max((each.window or 0 for each in self.windowed), default=None)
 
     @property
+    def has_fp8_kv(self) -> bool:
+        """Whether the checkpoint declares K and V in fp8, and has their scales."""
+        return self.quantized is not None and self.quantized.has_fp8_kv
+
+    @property
     def num_windowed_layers(self) -> int:
         """Layers in the windowed part of a page."""
         return len(self.windowed)

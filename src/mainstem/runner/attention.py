@@ -10,12 +10,13 @@ from torch import Tensor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
-from mainstem.kernels.memory.cpu import move_pages
 from mainstem.models.rope import rotary_table, turns_by
 from mainstem.models.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 from mainstem.runner.inputs import Inputs
-from mainstem.runner.page_parts import clipped_to_windows
 from mainstem.runner.pages import DevicePages
+from mainstem.runner.rounded_pages import RoundedPages
+from mainstem.runner.rounded_step import RoundedStep
+from mainstem.runner.step_pages import StepPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class CpuAttention:
     def __init__(
         self,
         spec: ModelSpec,
-        pages: DevicePages,
+        pages: DevicePages | RoundedPages,
         max_positions: int,
         sinks: Sequence[Tensor | None],
         query_gains: Sequence[Tensor | None],
@@ -74,16 +75,6 @@ class _Turns:
     moves: Tensor | None  # [moves, 1, 1, rotary_dim / 2]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a step does in the layers of one part of a page."""
-
-    write_rows: Tensor
-    copies: tuple[Tensor, Tensor] | None
-    moves: tuple[Tensor, Tensor] | None  # places to move from and to
-    shape: cpu.PageShape
-
-
 class AttentionPlan:
     """Rotates, appends and attends. The decoder calls it for each layer."""
 
@@ -94,55 +85,38 @@ class AttentionPlan:
         self._layers = layers
         # only the last layer may leave out rows
         self._is_last = spec.layers[-1].attention is not None
-        self._parts = [self._part(number, inputs) for number in range(len(pages.parts))]
+        self._step: RoundedStep | StepPages
+        if isinstance(pages, RoundedPages):
+            self._step = RoundedStep(spec, pages, inputs, spans)
+        else:
+            self._step = StepPages(spec, pages, inputs, spans)
         self._turns = {rope: _turns(layers, rope, inputs) for rope in layers.tables}
-        clipped: dict[int | None, Spans] = {None: spans}
-        for window in {kind.window for kind in layers.kinds}:
-            if window is not None:
-                positions = inputs.positions.numpy().astype(np.int32)
-                clipped[window] = clipped_to_windows(
-                    spans, positions, window, pages.page_size, inputs.window_parts
-                )
         # layers with the same score settings share a plan, whatever their rotation
         plans: dict[tuple[int, int | None, float, float | None], cpu.SpanPlan] = {}
         self._spans: list[cpu.SpanPlan] = []
         for kind, heads in zip(layers.kinds, layers.heads, strict=True):
             scores = (heads.part, kind.window, kind.scale, kind.softcap)
             if scores not in plans:
-                plans[scores] = self._plan(clipped[kind.window], tokens, kind, heads)
+                spans = self._step.spans(heads.part, kind.window)
+                plans[scores] = self._plan(spans, tokens, kind, heads)
             self._spans.append(plans[scores])
         self._wanted = inputs.hidden_rows
         self._wanted_spans: cpu.SpanPlan | None = None
         if not self._is_last:
             self._wanted = None
         elif inputs.hidden_rows is not None and len(inputs.hidden_rows):
-            last = layers.kinds[-1]
-            wanted = narrow_spans(clipped[last.window], inputs.hidden_rows.numpy(), tokens)
+            last, heads = layers.kinds[-1], layers.heads[-1]
+            spans = self._step.spans(heads.part, last.window)
+            wanted = narrow_spans(spans, inputs.hidden_rows.numpy(), tokens)
             if wanted is None:
                 self._wanted = None
             else:
                 count = len(inputs.hidden_rows)
-                self._wanted_spans = self._plan(wanted, count, last, layers.heads[-1])
-
-    def _part(self, number: int, inputs: Inputs) -> _Part:
-        pages, spec = self._layers.pages, self._layers.spec
-        part = pages.parts[number]
-        places = inputs.windowed if part.is_windowed else inputs.places
-        copies = None
-        if places.copies is not None:
-            source, target = places.copies
-            copies = (pages.write_rows(number, source), pages.write_rows(number, target))
-        shape = cpu.PageShape(
-            spec.num_heads,
-            part.shape.heads,
-            part.num_places(pages.num_pages, pages.num_parts),
-            pages.page_size,
-        )
-        moves = None if places.moves is None else places.moves[:2]
-        return _Part(pages.write_rows(number, places.write_slots), copies, moves, shape)
+                self._wanted_spans = self._plan(wanted, count, last, heads)
 
     def _plan(self, spans: Spans, tokens: int, kind: AttentionSpec, heads: _Heads) -> cpu.SpanPlan:
-        return cpu.plan(spans, tokens, self._parts[heads.part].shape, kind.scale, kind.softcap)
+        shape = self._step.shape(heads.part, kind.window)
+        return cpu.plan(spans, tokens, shape, kind.scale, kind.softcap)
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
@@ -151,22 +125,19 @@ class AttentionPlan:
         turns = None if kind.rope is None else self._turns[kind.rope]
         if turns is not None:
             _rotate(heads[:, : sizes.num_turned], turns.tokens, sizes.rotary_dim)
-        pages, place = self._layers.pages, self._layers.places[layer]
+        place = self._layers.places[layer]
         if sizes.num_kept > sizes.num:  # otherwise an earlier layer has written K and V
-            part = self._parts[sizes.part]
-            pages.append(place, part.write_rows, heads[:, sizes.num : sizes.num_kept])
-            if part.moves is not None:
-                turned = None if turns is None else turns.moves
-                move_pages(pages.joint(place), *part.moves, turned)
-            if part.copies is not None:
-                pages.copy(place, *part.copies)
+            move_turns = None if turns is None else turns.moves
+            kv = heads[:, sizes.num : sizes.num_kept]
+            self._step.write(place, kind.window, kv, move_turns)
+        slots = self._step.slots(place, kind.window)
         q, sinks = heads[:, : sizes.num], self._layers.sinks[layer]
         if (gain := self._layers.query_gains[layer]) is not None:
             q.mul_(gain)
         if layer == len(self._layers.kinds) - 1 and self._wanted is not None:
-            mixed = self._run_wanted(q, pages.slots(place), sinks)
+            mixed = self._run_wanted(q, slots, sinks)
         else:
-            mixed = self._spans[layer].run(q, pages.slots(place), sinks).view(tokens, -1)
+            mixed = self._spans[layer].run(q, slots, sinks).view(tokens, -1)
         if kind.has_gate:
             mixed *= torch.sigmoid(heads[:, sizes.num_kept :].reshape(tokens, -1))
         return mixed

@@ -15,6 +15,8 @@ from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.recurrence import HybridAttention, Recurrence
+from mainstem.runner.rounded_pages import RoundedPages
+from mainstem.runner.rounded_weighing import RoundedKeys
 from mainstem.runner.sampler import Sampler, drawn_logprobs, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 from mainstem.runner.states import NO_ROWS, DeviceStates, RowShape
@@ -43,7 +45,7 @@ class CpuRunner:
     def __init__(
         self,
         decoder: Decoder,
-        pages: DevicePages,
+        pages: DevicePages | RoundedPages,
         max_positions: int,
         gate: Gate | None = None,
         num_states: int = 0,
@@ -63,7 +65,7 @@ class CpuRunner:
             )
             self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
         self._previous = torch.empty(0, dtype=torch.long)
-        self._single = SingleTokenPass.make(decoder, pages, self._attention.tables)
+        self._single = self._make_single(decoder)
         self.weights: ModelWeights | None = None
         self._loads: Loads | None = None
         self.sampler = Sampler()
@@ -73,7 +75,7 @@ class CpuRunner:
         return False
 
     @property
-    def pages(self) -> DevicePages:
+    def pages(self) -> DevicePages | RoundedPages:
         return self._pages
 
     def exchange(self, decoder: Decoder | None) -> None:
@@ -89,7 +91,13 @@ class CpuRunner:
         if decoder.recurrent:
             assert self.states is not None
             self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
-        self._single = SingleTokenPass.make(decoder, self._pages, self._attention.tables)
+        self._single = self._make_single(decoder)
+
+    def _make_single(self, decoder: Decoder) -> SingleTokenPass | None:
+        """The pass for single tokens; it does not read rounded pages."""
+        if isinstance(self._pages, RoundedPages):
+            return None
+        return SingleTokenPass.make(decoder, self._pages, self._attention.tables)
 
     def attach(self, loads: Loads) -> None:
         """Set the loads that steps may name from now on."""
@@ -148,8 +156,14 @@ class CpuRunner:
             return decoder.forward(token_ids, rows, hybrid, gate), []
         if not step.weighings:
             return decoder.forward(token_ids, rows, planned, gate), []
+        pages: DevicePages | RoundedKeys
+        if isinstance(self._pages, RoundedPages):
+            pages = RoundedKeys(self._pages, step, step.seq_slots)
+            step = pages.step
+        else:
+            pages = self._pages
         attention = WeighingAttention(
-            planned, decoder.spec, self._pages, decoder.sinks, step, torch.device("cpu")
+            planned, decoder.spec, pages, decoder.sinks, step, torch.device("cpu")
         )
         hidden = decoder.forward(token_ids, rows, attention, gate)
         return hidden, attention.masses(decoder.ranks)

@@ -5,18 +5,29 @@ from dataclasses import replace
 
 import torch
 
-from mainstem.core.config import DEFAULT_CHUNK_TOKENS, CacheConfig, DType, EngineConfig, Quantize
+from mainstem.core.config import (
+    DEFAULT_CHUNK_TOKENS,
+    CacheConfig,
+    DType,
+    EngineConfig,
+    KvDType,
+    Quantize,
+)
 from mainstem.core.errors import ConfigError
 from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.cpu.decoder import Decoder, make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
+from mainstem.models.quantized.kv_scales import KvScales
+from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
-from mainstem.runner.division import KvCosts, divide
+from mainstem.runner.division import Division, KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.kv_form import ROUNDED_BYTES, open_pages, rounds_pages
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
+from mainstem.runner.rounded_pages import ROUNDED_LAYOUT, SCALES_LAYOUT, RoundedPages
 from mainstem.runner.states import pages_per_state, rows_for
 from mainstem.runner.weights import CpuParts, LoadFacts, RunnerWeights
 
@@ -55,9 +66,11 @@ def load_cpu_runner(
     else:
         is_packed = pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
     part = decoder.spec
-    kv_bytes = part.kv_elements_per_token * dtype.itemsize
+    is_rounded = rounds_pages(cache, spec, DType(str(dtype).removeprefix("torch.")))
+    costs = KvCosts.of(part, ROUNDED_BYTES if is_rounded else dtype.itemsize)
+    page_bytes = costs.page_bytes(cache.page_size)
+    kv_bytes = -(-page_bytes // cache.page_size)
     budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
-    page_bytes = kv_bytes * cache.page_size
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
     state_bytes = per_state * page_bytes
     num_states = cache.num_states(
@@ -67,7 +80,14 @@ def load_cpu_runner(
     budget -= state_memory
     left = available_bytes()  # before any rank allocates pages
     chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    kv = divide(KvCosts.of(part, dtype.itemsize), cache, budget, context, chunk_tokens)
+    open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size if is_rounded else 0
+    kv = divide(
+        costs,
+        cache,
+        budget - open_pages(config.sched.max_seqs, budget // page_bytes) * open_bytes,
+        context,
+        chunk_tokens,
+    )
     if num_parts is not None:
         kv = replace(kv, num_parts=num_parts)
     kv = replace(
@@ -75,11 +95,19 @@ def load_cpu_runner(
         num_pages=smallest(kv.num_pages, ranks, torch.device("cpu")),
         num_parts=smallest(kv.num_parts, ranks, torch.device("cpu")),
     )
-    cache.check_fits(ranks.shard.of * (kv.num_bytes + state_memory), left)
-    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
+    num_open = open_pages(config.sched.max_seqs, kv.num_pages)
+    needed = kv.num_bytes + state_memory + num_open * open_bytes
+    cache.check_fits(ranks.shard.of * needed, left)
+    scales = _kv_scales(origin, decoder, cache) if is_rounded else None
+    layout = LAYOUT
+    if is_rounded:
+        layout += ROUNDED_LAYOUT if scales is None else SCALES_LAYOUT
+    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, layout)
     rows = rows_for(config, part, dtype, torch.float32, page_bytes, by_default=True)
     facts = facts.with_states(num_states, per_state, rows.per_state, rows.num_rows)
-    pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
+    if is_rounded:
+        facts = facts.with_open_pages(num_open, open_bytes)
+    pages = _make_pages(part, kv, cache.page_size, dtype, num_open if is_rounded else None, scales)
     runner = CpuRunner(decoder, pages, context, num_states=num_states, rows=rows)
 
     def make(source: Checkpoint) -> Decoder:
@@ -90,11 +118,34 @@ def load_cpu_runner(
         return made
 
     def identify(other: Origin) -> bytes:
-        return make_facts(other, config, ranks.shard, dtype, context, kv, LAYOUT).identity
+        return make_facts(other, config, ranks.shard, dtype, context, kv, layout).identity
 
     loaded = LoadFacts(origin, dtype, device, identify)
     runner.weights = RunnerWeights(loaded, CpuParts(runner, make))
     return runner, facts
+
+
+def _kv_scales(origin: Origin, decoder: Decoder, cache: CacheConfig) -> KvScales | None:
+    """The checkpoint's scales of K and V; None: each page has its own."""
+    # gains that are part of queries here are part of keys in the checkpoint
+    has_gains = any(gain is not None for gain in decoder.query_gains)
+    return None if has_gains or cache.kv_dtype is not KvDType.AUTO else origin.kv_scales()
+
+
+def _make_pages(
+    part: ModelSpec,
+    kv: Division,
+    page_size: int,
+    dtype: torch.dtype,
+    num_open: int | None,
+    scales: KvScales | None,
+) -> DevicePages | RoundedPages:
+    """Allocate pages; `num_open`: None unless full pages are rounded."""
+    if num_open is None:
+        return DevicePages(part, kv.num_pages, page_size, dtype, kv.num_parts)
+    return RoundedPages(
+        part, kv.num_pages, page_size, dtype, kv.num_parts, num_open=num_open, scales=scales
+    )
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:

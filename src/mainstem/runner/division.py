@@ -9,11 +9,14 @@ sequences of the same expected length, so that they run out at the same time:
 Needs neither weights nor torch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from mainstem.core.config import CacheConfig
+from mainstem.kernels.memory.record_size import SCALE_BYTES
 from mainstem.kv.parts import SPARE_PARTS, span_of
-from mainstem.models.spec import ModelSpec
+from mainstem.models.spec import AttentionSpec, ModelSpec
+from mainstem.runner.kv_form import ROUNDED_BYTES
 
 EXPECTED_TOKENS = 8192  # at most, unless the config says so
 # tokens of windowed parts that each sequence has for kept windows and chunks: a quarter of the
@@ -23,18 +26,36 @@ LEAST_SHARE = 256
 
 @dataclass(frozen=True, slots=True)
 class KvCosts:
-    """The bytes of K and V of a token."""
+    """The bytes of K and V of a token, and of the scales of a page if pages are rounded."""
 
     bytes_per_token: int  # in all layers
     windowed_bytes: int = 0  # of these, in the windowed parts of pages
     window: int | None = None  # None: pages have one part
+    scale_bytes: int = 0  # of a page, in all layers
+    windowed_scale_bytes: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec, element_bytes: int) -> "KvCosts":
+        """Numbers of one byte have scales."""
+        scale_bytes = SCALE_BYTES if element_bytes == ROUNDED_BYTES else 0
         num_bytes = spec.kv_elements_per_token * element_bytes
+        whole = cls(num_bytes, scale_bytes=_num_halves(spec, spec.kept) * scale_bytes)
         if spec.recurrences or spec.part_window is None:  # states leave little to be divided
-            return cls(num_bytes)
-        return cls(num_bytes, spec.windowed_kv_elements * element_bytes, spec.part_window)
+            return whole
+        return replace(
+            whole,
+            windowed_bytes=spec.windowed_kv_elements * element_bytes,
+            window=spec.part_window,
+            windowed_scale_bytes=_num_halves(spec, spec.windowed) * scale_bytes,
+        )
+
+    def page_bytes(self, page_size: int) -> int:
+        """A page with all its parts."""
+        return self.bytes_per_token * page_size + self.scale_bytes
+
+    def part_bytes(self, page_size: int) -> int:
+        """The windowed part of a page."""
+        return self.windowed_bytes * page_size + self.windowed_scale_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +81,12 @@ def divide(
     """Divide `free_bytes`, or the memory of `cache.kv_tokens`. At least a sequence alone has room
     for its window and a whole chunk. Pages are not divided if the model's layers are alike, or if
     there would be a windowed part for each page."""
-    whole_bytes = costs.bytes_per_token * cache.page_size
+    whole_bytes = costs.page_bytes(cache.page_size)
     whole = Division(cache.num_pages(free_bytes, whole_bytes), whole_bytes)
     window = costs.window
     if window is None:
         return whole
-    part_bytes = costs.windowed_bytes * cache.page_size
+    part_bytes = costs.part_bytes(cache.page_size)
     page_bytes = whole_bytes - part_bytes
     span = span_of(window, cache.page_size)
     least = span + SPARE_PARTS + _pages(chunk_tokens, cache.page_size)
@@ -83,6 +104,11 @@ def divide(
     if num_parts >= num_pages:
         return whole
     return Division(num_pages, page_bytes, num_parts, part_bytes, window)
+
+
+def _num_halves(spec: ModelSpec, layers: Iterable[AttentionSpec]) -> int:
+    """KV heads of these layers, for K and for V: each has a scale in every page."""
+    return sum(2 * spec.kv_shape(attention).heads for attention in layers)
 
 
 def _pages(num_tokens: int, page_size: int) -> int:

@@ -30,6 +30,10 @@ class RunnerFacts:
     rows_per_slot: int = 0
     page_bytes: int = 0  # of a rank's part of a page
     part_bytes: int = 0  # of these, in the windowed part, if `num_parts`
+    # sequences that run at once, if full pages are rounded: each has an open page. None: pages are
+    # kept as they are computed, and can be shared in part
+    num_open_pages: int | None = None
+    open_page_bytes: int = 0
     num_idle_params: int = 0  # weights of experts that a token does not use
     pair_flops: int = 0  # of one query token with one key token, over all layers without a window
     bytes_per_param: float = 2.0  # mean over all these weights
@@ -44,6 +48,8 @@ class RunnerFacts:
         words = f"{self.num_pages:,} pages x {self.page_bytes - self.part_bytes:,} bytes"
         if self.num_parts:
             words += f", {self.num_parts:,} windowed parts of pages x {self.part_bytes:,} bytes"
+        if self.num_open_pages is not None:
+            words += f", {self.num_open_pages:,} open pages x {self.open_page_bytes:,} bytes"
         if not self.num_states:
             return words
         state_bytes = self.pages_per_state * self.page_bytes
@@ -63,6 +69,10 @@ class RunnerFacts:
             row_slots_per_state=row_slots_per_state,
             rows_per_slot=rows_per_slot,
         )
+
+    def with_open_pages(self, num_open: int, page_bytes: int) -> "RunnerFacts":
+        """The same model, whose full pages are rounded."""
+        return replace(self, num_open_pages=num_open, open_page_bytes=page_bytes)
 
     def on_device(
         self, name: str, max_step_tokens: int, max_span_levels: int, span_align_tokens: int | None

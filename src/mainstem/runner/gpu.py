@@ -33,8 +33,10 @@ from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
 from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.gpu_rounded import OpenPlaces, RoundedGpuPages, Writes
 from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
 from mainstem.runner.recurrence import DecodeStates, HybridAttention, Recurrence
+from mainstem.runner.rounded_weighing import RoundedKeys
 from mainstem.runner.sampler import (
     LogprobRows,
     Sampler,
@@ -76,14 +78,17 @@ class GpuRunner:
     def __init__(
         self,
         decoder: GpuDecoder,
-        pages: GpuPages,
+        pages: GpuPages | RoundedGpuPages,
         attention: GpuAttention,
         max_tokens: int,
         device: torch.device,
         gate: Gate | None = None,
         recurrence: Recurrence | None = None,
+        open_places: OpenPlaces | None = None,
     ) -> None:
-        """`recurrence` runs the recurrent layers, if there are some."""
+        """`recurrence` runs the recurrent layers, if there are some; `open_places` belong to
+        rounded pages."""
+        self._open_places = open_places
         self._recurrence = recurrence
         self._decode_states: DecodeStates | None = None
         if recurrence is not None:
@@ -100,7 +105,13 @@ class GpuRunner:
         self._is_cuda = device.type == "cuda"
         self._gate = OpenGate() if gate is None else gate
         has_parts = pages.num_parts > 0
-        self._inputs = InputBuffers(max_tokens, device, pages.page_size, has_parts=has_parts)
+        self._inputs = InputBuffers(
+            max_tokens,
+            device,
+            pages.page_size,
+            has_parts=has_parts,
+            is_rounded=open_places is not None,
+        )
         self._uploads = Uploads(device)
         self._previous = torch.empty(0, dtype=torch.int64, device=device)
         rows = min(_LOGIT_ROWS, max_tokens)
@@ -124,7 +135,7 @@ class GpuRunner:
         return self._is_cuda
 
     @property
-    def pages(self) -> GpuPages:
+    def pages(self) -> GpuPages | RoundedGpuPages:
         return self._pages
 
     @property
@@ -245,8 +256,10 @@ class GpuRunner:
         size = None if graphs is None else graphs.size_for(step)
         launches = self._attention.plan(step.spans, step.positions, step.window_parts)
         begin = self._mark()  # after planning: the device may be idle while the host plans
-        inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
-        hidden, masses = self._forward(step, inputs, size, launches, gate)
+        writes = None if self._open_places is None else self._open_places.assign(step)
+        num_padded = size or self._padded(step.num_tokens)
+        inputs = self._inputs.send(step, self._previous, num_padded, writes)
+        hidden, masses = self._forward(step, inputs, size, launches, gate, writes)
         ids, logprobs = self._sample_hidden(hidden, step)
         prompt_logprobs = self._prompt_logprobs(hidden, step)
         self._previous = ids
@@ -283,7 +296,13 @@ class GpuRunner:
         return event
 
     def _forward(
-        self, step: Step, inputs: GpuInputs, size: int | None, launches: Launches, gate: Gate
+        self,
+        step: Step,
+        inputs: GpuInputs,
+        size: int | None,
+        launches: Launches,
+        gate: Gate,
+        writes: Writes | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the last layer's output, at least for the rows that are needed, and the attention
         masses of pages (step.weighings), which are being copied to the host."""
@@ -293,8 +312,15 @@ class GpuRunner:
             token_ids, rows = inputs.token_ids, inputs.hidden_rows
             if not step.weighings:
                 return decoder.forward(token_ids, rows, self._mixer(step), gate), []
+            keys: GpuPages | RoundedKeys
+            if isinstance(self._pages, RoundedGpuPages):
+                assert writes is not None
+                keys = RoundedKeys(self._pages, step, writes.places_of(step), self._device)
+                step = keys.step
+            else:
+                keys = self._pages
             attention = WeighingAttention(
-                self._attention, decoder.spec, self._pages, decoder.sinks, step, self._device
+                self._attention, decoder.spec, keys, decoder.sinks, step, self._device
             )
             hidden = decoder.forward(token_ids, rows, attention, gate)
             masses = attention.masses(decoder.ranks)

@@ -10,15 +10,18 @@ from torch import Tensor
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention, partial_bytes
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
+from mainstem.kernels.attention.triton.open_pages import attend_open_pages
 from mainstem.kernels.dense.head_norms import HeadNorms
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.rotate import rerotate
+from mainstem.kernels.memory.round import round_open_pages
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.rope import inverse_frequencies
 from mainstem.models.spec import KvShape, ModelSpec
 from mainstem.runner.gpu_inputs import GpuInputs
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.gpu_rounded import Pair, RoundedGpuPages, before_own_pages
 from mainstem.runner.page_parts import clipped_to_windows
 
 
@@ -31,6 +34,7 @@ class SpanSettings:
     device: torch.device
     limits: AttentionLimits
     deterministic_keys: int | None
+    is_rounded: bool = False  # full pages are in fp8
 
 
 class _Kind(NamedTuple):
@@ -73,12 +77,14 @@ class LayerSpans:
                 softcap=kind.softcap,
                 deterministic_keys=settings.deterministic_keys,
                 partials=partials,
+                is_rounded=settings.is_rounded,
             )
             for kind in dict.fromkeys(kinds)
         }
         self._layers = [self._kinds[kind] for kind in kinds]
         self._lse: Tensor | None = None  # log-sum-exps, which sinks need
-        if any(kind.has_sinks for kind in spec.attentions):
+        self._is_rounded = settings.is_rounded
+        if settings.is_rounded or any(kind.has_sinks for kind in spec.attentions):
             self._lse = torch.zeros((limits.max_tokens, heads), device=settings.device)
 
     @property
@@ -91,6 +97,8 @@ class LayerSpans:
         """Describe the next step, with the positions of its tokens, and Step.window_parts; returns
         the launches that it needs.
         """
+        if self._is_rounded:
+            spans = before_own_pages(spans, positions, self._page_size)
         clipped: dict[int | None, Spans] = {None: spans}
         has_large = has_merge = False
         for kind, attention in self._kinds.items():
@@ -108,6 +116,15 @@ class LayerSpans:
         """Pages are about to have other addresses."""
         for attention in self._kinds.values():
             attention.forget_addresses()
+
+    def run_rounded(
+        self, layer: int, q: Tensor, numbers: Pair, scales: Pair, out: Tensor, launches: Launches
+    ) -> Tensor:
+        """SpanAttention.run for this layer over rounded pages. Returns the log-sum-exps."""
+        assert self._lse is not None
+        lse = self._lse[: len(q)]
+        self._layers[layer].run(q, *numbers, out=out, lse=lse, scales=scales, launches=launches)
+        return lse
 
     def run(
         self,
@@ -129,14 +146,16 @@ class GpuAttention:
     def __init__(
         self,
         spec: ModelSpec,
-        pages: GpuPages,
+        pages: GpuPages | RoundedGpuPages,
         spans: LayerSpans,
         space: Workspace,
         head_norms: Sequence[HeadNorms | None],
         sinks: Sequence[Tensor | None],
         query_gains: Sequence[Tensor | None],
     ) -> None:
-        self._pages = pages
+        self._rounded = pages if isinstance(pages, RoundedGpuPages) else None
+        # where new K and V are written
+        self._pages = pages.opened if isinstance(pages, RoundedGpuPages) else pages
         self._spans = spans
         self._space = space
         self._num_heads = spec.num_heads
@@ -150,6 +169,7 @@ class GpuAttention:
         tables = {rope: inverse_frequencies(rope).to(device) for rope in spec.ropes}
         ropes = [kind.rope for kind in spec.attentions]
         self._frequencies = [None if rope is None else tables[rope] for rope in ropes]
+        self._scores = [(kind.scale, kind.window, kind.softcap) for kind in spec.attentions]
         self._has_gate = [kind.has_gate for kind in spec.attentions]
         self._head_norms = head_norms
         self._sinks = sinks
@@ -193,10 +213,27 @@ class GpuAttention:
             q.mul_(gain)
         mixed = self._space.mixed_rows(tokens, heads * new.dim)
         out = mixed.view(tokens, heads, new.dim)
-        self._spans.run(layer, q, pages, out, self._sinks[layer], self._launches)
+        if self._rounded is None:
+            self._spans.run(layer, q, pages, out, self._sinks[layer], self._launches)
+        else:
+            self._run_rounded(self._rounded, layer, q, pages, out)
         if self._has_gate[layer]:
             out.mul_(torch.sigmoid(parts[:, heads + 2 * new.heads :]))
         return mixed
+
+    def _run_rounded(
+        self, rounded: RoundedGpuPages, layer: int, q: Tensor, opened: Pair, out: Tensor
+    ) -> None:
+        """Attend to rounded pages, then to each token's own page."""
+        inputs, place = self._inputs, self._places[layer]
+        assert inputs is not None
+        numbers, scales = rounded.numbers(place), rounded.scales(place)
+        lse = self._spans.run_rounded(layer, q, numbers, scales, out, self._launches)
+        scale, window, softcap = self._scores[layer]
+        attend_open_pages(
+            q, *opened, out, lse, inputs.positions, inputs.places.write_slots,
+            scale=scale, window=window, softcap=softcap, sinks=self._sinks[layer],
+        )  # fmt: skip
 
     def _append(self, layer: int, parts: Tensor, pages: tuple[Tensor, Tensor]) -> None:
         """Norm and rotate heads, and write K and V."""
@@ -210,6 +247,16 @@ class GpuAttention:
             parts[:, :keys], parts[:, keys:values], parts[:, values:end], *pages,
             inputs.positions, places.write_slots, frequencies, self._head_norms[layer],
         )  # fmt: skip
+        if self._rounded is not None:
+            place = self._places[layer]
+            assert places.round_to is not None
+            round_open_pages(
+                *pages, self._rounded.numbers(place), self._rounded.scales(place),
+                places.write_slots, places.round_to,
+            )  # fmt: skip
+            if places.moves is not None:
+                self._rounded.move(place, places.moves, frequencies)
+            return
         if places.moves is not None:
             rerotate(*pages, *places.moves, frequencies)
         if places.copies is not None:

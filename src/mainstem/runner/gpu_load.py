@@ -4,24 +4,28 @@ from dataclasses import replace
 
 import torch
 
-from mainstem.core.config import DType, EngineConfig, ModelConfig
+from mainstem.core.config import DType, EngineConfig, KvDType, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits
+from mainstem.kernels.dense.fp8 import has_fp8
 from mainstem.kernels.recurrent import gpu as recurrent_kernels
 from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
-from mainstem.runner.division import KvCosts, divide
+from mainstem.runner.division import Division, KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.gpu_rounded import OpenPlaces, RoundedGpuPages, num_open_places
 from mainstem.runner.gpu_weights import GpuParts
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
+from mainstem.runner.kv_form import ROUNDED_BYTES, open_pages, rounds_pages
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
+from mainstem.runner.rounded_pages import ROUNDED_LAYOUT
 from mainstem.runner.states import DeviceStates, pages_per_state, rows_for
 from mainstem.runner.weights import LoadFacts, RunnerWeights
 
@@ -73,11 +77,13 @@ def load_gpu_runner(
     )
     deterministic_keys = DETERMINISTIC_KEYS if model.deterministic else None
     limits = _limits(max_tokens, context if model.deterministic else None)
-    settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys)
+    is_rounded = _rounds_pages(config, spec, dtype, device)
+    settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys, is_rounded)
     spans = LayerSpans(part, settings)
-    token_bytes = part.kv_elements_per_token * dtype.itemsize
+    costs = KvCosts.of(part, ROUNDED_BYTES if is_rounded else dtype.itemsize)
+    page_bytes = costs.page_bytes(cache.page_size)
+    token_bytes = -(-page_bytes // cache.page_size)
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
-    page_bytes = token_bytes * cache.page_size
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
     state_bytes = per_state * page_bytes
     num_states = cache.num_states(
@@ -89,7 +95,11 @@ def load_gpu_runner(
     )
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     free_bytes -= state_memory
-    kv = divide(KvCosts.of(part, dtype.itemsize), cache, free_bytes, context, max_tokens)
+    open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size if is_rounded else 0
+    num_open = _num_open(config, cache.num_pages(free_bytes, page_bytes))
+    num_places = num_open_places(num_open, max_tokens, cache.page_size)
+    free_bytes -= num_places * open_bytes
+    kv = divide(costs, cache, free_bytes, context, max_tokens)
     if num_parts is not None:
         kv = replace(kv, num_parts=num_parts)
     kv = replace(
@@ -98,9 +108,11 @@ def load_gpu_runner(
         num_parts=smallest(kv.num_parts, ranks, device),
     )
     if device.type == "cuda":
-        needed = kv.num_bytes + state_memory
+        needed = kv.num_bytes + state_memory + num_places * open_bytes
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
-    pages = GpuPages(part, kv.num_pages, cache.page_size, dtype, device, kv.num_parts)
+    num_open = _num_open(config, kv.num_pages)  # not more, and the same on all ranks
+    open_places = OpenPlaces(num_open, max_tokens, cache.page_size) if is_rounded else None
+    pages = _make_pages(part, kv, cache.page_size, dtype, device, open_places)
     attention = GpuAttention(
         part, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
     )
@@ -114,14 +126,25 @@ def load_gpu_runner(
             recurrent_kernels,
             is_deterministic=model.deterministic,
         )
-    runner = GpuRunner(decoder, pages, attention, max_tokens, device, recurrence=recurrence)
+    runner = GpuRunner(
+        decoder,
+        pages,
+        attention,
+        max_tokens,
+        device,
+        recurrence=recurrence,
+        open_places=open_places,
+    )
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
-    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
+    layout = LAYOUT + ROUNDED_LAYOUT if is_rounded else LAYOUT
+    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, layout)
+    if is_rounded:
+        facts = facts.with_open_pages(num_open, open_bytes)
 
     def identify(other: Origin) -> bytes:
-        return make_facts(other, config, ranks.shard, dtype, context, kv, LAYOUT).identity
+        return make_facts(other, config, ranks.shard, dtype, context, kv, layout).identity
 
     loaded = LoadFacts(origin, dtype, device, identify)
     runner.weights = RunnerWeights(loaded, GpuParts(runner, spec))
@@ -132,6 +155,43 @@ def load_gpu_runner(
         max_span_levels=_MAX_SPAN_LEVELS,
         span_align_tokens=deterministic_keys,
     )
+
+
+def _rounds_pages(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether full pages are rounded: only if `kv_dtype` says so, since scales of checkpoints are
+    read on CPUs only."""
+    wanted = rounds_pages(config.cache, spec, DType(str(dtype).removeprefix("torch.")))
+    if config.cache.kv_dtype is not KvDType.FP8 or not wanted:
+        return False
+    if not has_fp8(device):
+        raise ConfigError(
+            "kv_dtype=fp8 needs an NVIDIA card of compute capability 8.9 or more; leave it out"
+        )
+    return True
+
+
+def _make_pages(  # the sizes
+    part: ModelSpec,
+    kv: Division,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    open_places: OpenPlaces | None,
+) -> GpuPages | RoundedGpuPages:
+    """Allocate pages; `open_places`: None unless full pages are rounded."""
+    if open_places is None:
+        return GpuPages(part, kv.num_pages, page_size, dtype, device, kv.num_parts)
+    num_open = open_places.num_places
+    return RoundedGpuPages(
+        part, kv.num_pages, page_size, dtype, device, kv.num_parts, num_open=num_open
+    )
+
+
+def _num_open(config: EngineConfig, num_pages: int) -> int:
+    """How many sequences have an open page. Each has two open places (gpu_rounded.py)."""
+    return open_pages(config.sched.max_seqs, num_pages // 2)
 
 
 def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:
@@ -150,6 +210,10 @@ def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimi
 
 
 def _check(config: EngineConfig) -> None:
+    if config.cache.kv_dtype is KvDType.FP8 and config.model.deterministic:
+        raise ConfigError(
+            "kv_dtype=fp8 cannot be combined with deterministic; leave one of them out"
+        )
     page_size = config.cache.page_size
     if page_size not in PAGE_SIZES:
         raise ConfigError(f"page_size on a GPU must be one of {PAGE_SIZES}, got {page_size}")

@@ -29,6 +29,7 @@ from mainstem.models.block import Gate
 from mainstem.runner.copy_engine import MAX_PITCH, PitchedRows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.gpu_rounded import RoundedGpuPages
 from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
 from mainstem.runner.states import DeviceStates, SplitCopy, StatePieces
 
@@ -102,7 +103,7 @@ class GpuCopier:
 
     def __init__(
         self,
-        pages: GpuPages,
+        pages: GpuPages | RoundedGpuPages,
         host_bytes: int,
         part: SlabPart = WHOLE,
         states: DeviceStates | None = None,

@@ -18,6 +18,7 @@ class Places(NamedTuple):
     copies: tuple[Tensor, Tensor] | None = None  # slots to copy from and to
     # pages to move from and to, positions to move by
     moves: tuple[Tensor, Tensor, Tensor] | None = None
+    round_to: Tensor | None = None  # [tokens] with rounded pages on a GPU: Writes.targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Inputs:
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
+    seq_slots: Int32s  # [seqs] Step.seq_slots
+    seq_starts: Int32s  # [seqs + 1] Step.seq_starts
     places: Places
     windowed: Places  # in the windowed parts of pages
     window_parts: Int32s | None  # Step.window_parts
@@ -54,6 +57,8 @@ def make_inputs(step: Step, previous: Tensor, page_size: int) -> Inputs:
     return Inputs(
         token_ids=make_token_ids(step, previous),
         positions=torch.from_numpy(step.positions).long(),
+        seq_slots=step.seq_slots,
+        seq_starts=step.seq_starts,
         places=places,
         windowed=windowed,
         window_parts=step.window_parts,

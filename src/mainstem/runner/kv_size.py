@@ -4,9 +4,10 @@ and torch."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from mainstem.core.config import DType
+from mainstem.core.config import CacheConfig, DType
 from mainstem.models.families import read_spec
 from mainstem.runner.division import KvCosts
+from mainstem.runner.kv_form import ROUNDED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class KvSize:
     unread_bytes_per_token: int
     # the form of the weights in the checkpoint: a dtype, or a quantized format in words
     weights: str
+    # of a token in a full page that is rounded to fp8, scales included; 0: not supported
+    fp8_bytes_per_token: int = 0
 
 
 def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
@@ -37,6 +40,7 @@ def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
     kept = spec.dtype if dtype is DType.AUTO else dtype
     element_bytes = 4 if kept is DType.FP32 else 2
     costs = KvCosts.of(spec, element_bytes)
+    rounded, page = KvCosts.of(spec, ROUNDED_BYTES), CacheConfig().page_size
     unread = 0 if costs.window else spec.unread_kv_elements(spec.max_positions)
     return KvSize(
         bytes_per_token=costs.bytes_per_token,
@@ -46,5 +50,6 @@ def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
         windowed_bytes_per_token=costs.windowed_bytes,
         window=costs.window,
         unread_bytes_per_token=unread * element_bytes,
+        fp8_bytes_per_token=0 if spec.recurrences else -(-rounded.page_bytes(page) // page),
         weights=str(spec.quantized or spec.dtype.value),
     )

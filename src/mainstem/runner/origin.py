@@ -11,6 +11,7 @@ import torch
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
+from mainstem.models.quantized.kv_scales import KvScales, read_kv_scales
 from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
@@ -29,6 +30,9 @@ class Origin(Protocol):
         """A digest that is equal for equal weights."""
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource: ...
+
+    def kv_scales(self) -> KvScales | None:
+        """The scales of K and V in fp8 of a checkpoint that declares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,9 @@ class FolderOrigin:
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
 
+    def kv_scales(self) -> KvScales | None:
+        return read_kv_scales(self.folder, self.spec) if self.spec.has_fp8_kv else None
+
 
 @dataclass(frozen=True, slots=True)
 class RandomOrigin:
@@ -64,6 +71,9 @@ class RandomOrigin:
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         return RandomWeights(dtype, device, self.seed, self.spec.quantized)
 
+    def kv_scales(self) -> None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class FolderPart:
@@ -77,6 +87,9 @@ class FolderPart:
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         return Checkpoint(self.folder, dtype, device, self.spec.names, self.spec.quantized)
+
+    def kv_scales(self) -> KvScales | None:
+        return read_kv_scales(self.folder, self.spec) if self.spec.has_fp8_kv else None
 
 
 def for_rank(origin: Origin) -> Origin:
@@ -117,7 +130,7 @@ def make_facts(
         part_bytes=division.part_bytes,
         window=spec.part_window,
         page_size=config.cache.page_size,
-        page_bytes=spec.kv_elements_per_token * dtype.itemsize * config.cache.page_size,
+        page_bytes=division.page_bytes + division.part_bytes,
         vocab_size=spec.vocab_size,
         max_model_len=context,
         identity=_identity(origin, context, dtype, config.model, layout),

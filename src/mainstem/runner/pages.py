@@ -55,6 +55,18 @@ class DevicePages:
         )
 
     @property
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each part of a page in a slot of host memory."""
+        return [
+            (len(part.layers), 2, part.shape.heads, self.page_size, part.shape.dim)
+            for part in self.parts
+        ]
+
+    @property
+    def slot_dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    @property
     def all_slots(self) -> Tensor:
         """[layers, 2, kv_heads, pages * page_size, head_dim], of pages that have one part."""
         (tensor,) = self.tensors

@@ -19,10 +19,12 @@ from mainstem.kv.transfer import LoadId, PageCopier
 from mainstem.models.block import Gate
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.gpu_rounded import RoundedGpuPages
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.ranks.copier import RankedCopier
 from mainstem.runner.ranks.runner import RankedRunner
+from mainstem.runner.rounded_pages import RoundedPages
 from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
 from mainstem.runner.states import DeviceStates, StatePieces
 
@@ -87,7 +89,7 @@ class CpuCopier:
 
     def __init__(
         self,
-        pages: DevicePages,
+        pages: DevicePages | RoundedPages,
         host_bytes: int,
         part: SlabPart = WHOLE,
         states: DeviceStates | None = None,
@@ -95,12 +97,9 @@ class CpuCopier:
         """Allocates a slab of `host_bytes`, but at least two slots."""
         self._pieces = StatePieces(pages.num_pages, states)
         self._layers = [pages.joint(layer) for layer in range(pages.num_layers)]
-        shapes = [
-            (len(each.layers), 2, each.shape.heads, pages.page_size, each.shape.dim)
-            for each in pages.parts
-        ]
-        dtype = pages.tensors[0].dtype
-        self._slab = slab = HostSlab(host_bytes, shapes, dtype, is_pinned=False, part=part)
+        self._slab = slab = HostSlab(
+            host_bytes, pages.slot_shapes, pages.slot_dtype, is_pinned=False, part=part
+        )
         self.num_layers = len(self._layers)
         self.num_slots, self.page_bytes, self.slot = slab.num_slots, slab.page_bytes, slab.slot
         self._has_parts = pages.num_parts > 0
@@ -187,7 +186,7 @@ def connect(runner: Runner, host_bytes: int) -> PageCopier:
     return attach_copier(runner, host_bytes)
 
 
-def pages_of(runner: Runner) -> DevicePages | GpuPages:
+def pages_of(runner: Runner) -> DevicePages | RoundedPages | GpuPages | RoundedGpuPages:
     """The pages that a runner has in this process."""
     if isinstance(runner, CpuRunner):
         return runner.pages

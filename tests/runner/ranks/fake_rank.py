@@ -55,6 +55,9 @@ class FakeOrigin:
     def open(self, dtype: "torch.dtype", device: "torch.device") -> "WeightSource":
         raise NotImplementedError
 
+    def kv_scales(self) -> None:
+        return None
+
 
 class FakeRank(FakeRunner):
     """Runs steps with the faults of its rank."""

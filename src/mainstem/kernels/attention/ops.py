@@ -199,10 +199,12 @@ class SpanAttention:
         deterministic_keys: int | None = None,
         tiles: Tiles | None = None,
         partials: Tensor | None = None,
+        is_rounded: bool = False,
     ) -> None:
         """With `has_window` the spans of plans may have first keys. With a `softcap` scores become
         softcap * tanh(score / softcap). `partials` is memory that several SpanAttentions share, of
-        `partial_bytes`."""
+        `partial_bytes`. With `is_rounded` pages are in fp8, and tokens see only the pages before
+        their own one: `open_pages.py` adds that one."""
         if dtype not in DTYPES:
             raise LayoutError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
         if head_dim not in HEAD_DIMS:
@@ -219,7 +221,9 @@ class SpanAttention:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if softcap is not None and not softcap > 0:
             raise LayoutError(f"softcap must be positive, got {softcap}")
-        can_split, is_given = deterministic_keys is None, tiles is not None
+        # Hopper's own kernels do not read rounded pages
+        can_split, is_given = deterministic_keys is None and not is_rounded, tiles is not None
+        self._is_rounded = is_rounded
         tiles = tiles or choose_tiles(device, dtype, head_dim, can_split=can_split)
         tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
         if device.type != "cpu" and dtype != torch.float32 and can_split and not is_given:
@@ -405,6 +409,7 @@ class SpanAttention:
         out: Tensor | None = None,
         lse: Tensor | None = None,
         *,
+        scales: tuple[Tensor, Tensor] | None = None,
         sinks: Tensor | None = None,
         launches: Launches = ALL_LAUNCHES,
     ) -> Tensor:
@@ -412,8 +417,9 @@ class SpanAttention:
 
         `lse`, if given, is [tokens, heads] fp32 and receives the log-sum-exp (natural log).
         `sinks`, [heads] fp32, are scores that count in this sum and have no value. They need an
-        `lse`, and with them the rows of tokens in no span get arbitrary values. `launches` must
-        include those that `plan` returned.
+        `lse`, and with them the rows of tokens in no span get arbitrary values. `scales` of K and
+        V, [pages, kv_heads] fp32, belong to rounded pages. `launches` must include those that
+        `plan` returned.
         """
         if out is None:
             out = torch.empty_like(q)
@@ -424,7 +430,7 @@ class SpanAttention:
         if self._hopper is not None:
             self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse, launches.large)
         else:
-            self._attend(q, k_pages, v_pages, out, lse)
+            self._attend(q, k_pages, v_pages, out, lse, scales)
         if launches.merge:
             self._merge(out, lse)
         if sinks is not None:
@@ -470,14 +476,22 @@ class SpanAttention:
         )  # fmt: skip
 
     def _attend(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scales: tuple[Tensor, Tensor] | None,
     ) -> None:
+        k_scales, v_scales = scales or (None, None)
         tiles, shape = self._tiles, self.shape
         options: dict[str, object] = {"launch_pdl": True} if self._overlaps else {}
         if tiles.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = tiles.max_registers
         _span_kernel[(shape.num_programs,)](
             q, k_pages, v_pages, self._views_of(k_pages).small, self._views_of(v_pages).small,
+            k_scales, v_scales, 0 if k_scales is None else k_scales.stride(0),
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
@@ -488,7 +502,9 @@ class SpanAttention:
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
             HAS_LSE=lse is not None, HAS_WINDOW=shape.has_windows, SOFTCAP=self._softcap,
-            WIDE=k_pages.numel() >= 2**31, UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
+            ROUNDED=self._is_rounded,
+            WIDE=len(k_pages) * k_pages.stride(0) >= 2**31,
+            UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
             num_warps=tiles.num_warps, **options,
         )  # fmt: skip
 
@@ -520,15 +536,22 @@ class SpanAttention:
         """Descriptors, made once per layer, since a model keeps its pages."""
         found = self._descriptors.get(pages.data_ptr())
         if found is None or found.shape != tuple(pages.shape):
-            rows, hopper = pages.view(-1, self._head_dim), self._hopper
-            fold, page_size = self.shape.fold, self._page_size
-            found = _Descriptors(
-                shape=tuple(pages.shape),
-                small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
-                if hopper is None
-                else hopper.boxes_of(rows, hopper.rows_of_box(fold, page_size)),
-                large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
-            )
+            fold, page_size, hopper = self.shape.fold, self._page_size, self._hopper
+            if self._is_rounded:
+                by_page = pages.flatten(1, 2)
+                block = [1, fold * page_size, self._dim]
+                found = _Descriptors(
+                    tuple(pages.shape), TensorDescriptor.from_tensor(by_page, block), None
+                )
+            else:
+                rows = pages.view(-1, self._head_dim)
+                found = _Descriptors(
+                    shape=tuple(pages.shape),
+                    small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
+                    if hopper is None
+                    else hopper.boxes_of(rows, hopper.rows_of_box(fold, page_size)),
+                    large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
+                )
             self._descriptors[pages.data_ptr()] = found
         return found
 
@@ -553,8 +576,10 @@ class SpanAttention:
             ("q", q, tail), ("out", out, tail),
             ("k_pages", k_pages, page), ("v_pages", v_pages, page),
         ):  # fmt: skip
-            if tensor.dtype != self._dtype:
-                raise LayoutError(f"{name} must be {self._dtype}, got {tensor.dtype}")
+            is_rounded = self._is_rounded and name in ("k_pages", "v_pages")
+            wanted = torch.float8_e4m3fn if is_rounded else self._dtype
+            if tensor.dtype != wanted:
+                raise LayoutError(f"{name} must be {wanted}, got {tensor.dtype}")
             if tensor.device.type != self._device.type:
                 raise LayoutError(f"{name} must be on {self._device}, got {tensor.device}")
             if tuple(tensor.shape[1:]) != shape:
@@ -567,7 +592,7 @@ class SpanAttention:
                 f"elements, got {q.data_ptr() % 16} bytes more, and strides {q.stride()[:2]}"
             )
         for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
-            if not tensor.is_contiguous():
+            if not (tensor[0] if self._is_rounded else tensor).is_contiguous():
                 raise LayoutError(f"{name} must be contiguous")
             if tensor.data_ptr() % 16:
                 raise LayoutError(f"{name} must begin at a multiple of 16 bytes")

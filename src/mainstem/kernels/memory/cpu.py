@@ -23,7 +23,12 @@ def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor | No
     """
     moved = take_pages(joint, source)
     if turns is not None:
-        part = moved[0, ..., : 2 * turns.shape[-1]]
-        pairs = torch.view_as_complex(part.float().reshape(*part.shape[:-1], -1, 2))
-        part.copy_(torch.view_as_real(pairs * turns).flatten(-2))
+        turn_keys(moved[0], turns)
     joint.index_copy_(1, target, moved)
+
+
+def turn_keys(keys: Tensor, turns: Tensor) -> None:
+    """Rotate keys [..., dim] in place by `turns` [..., rotary_dim / 2]."""
+    part = keys[..., : 2 * turns.shape[-1]]
+    pairs = torch.view_as_complex(part.float().reshape(*part.shape[:-1], -1, 2))
+    part.copy_(torch.view_as_real(pairs * turns).flatten(-2))

@@ -30,7 +30,7 @@ def read_compressed(table: Config) -> QuantizedSpec:
     sparsity.only("format", "dense")
     if transforms := table.table("transform_config").get("config_groups"):
         refuse("transform_config", transforms, "none")
-    table.get("kv_cache_scheme")  # keys and values are kept in the compute dtype here
+    kv_scheme = table.table("kv_cache_scheme")
     ignored = [str(name) for name in table.items("ignore") or []]
     by_class: Packing | None = None
     exact, patterns = [], []
@@ -55,7 +55,15 @@ def read_compressed(table: Config) -> QuantizedSpec:
         rules=(*map(_ignore, ignored), *exact, *patterns),
         has_order=has_order,
         ignored_endings=KV_SCALES,
+        has_fp8_kv=_is_fp8_by_layer(kv_scheme),
     )
+
+
+def _is_fp8_by_layer(kv_scheme: Config) -> bool:
+    """Whether K and V are in fp8 with a scale for each layer. With other schemes they are kept in
+    the compute dtype."""
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    return all(kv_scheme.get(name) == value for name, value in wanted.items())
 
 
 def _ignore(name: str) -> Rule:

@@ -13,7 +13,7 @@ SUPPORTED = (
     "bits, FP8, MXFP4), FP8 (per tensor, channel or block), MXFP4. Otherwise use the model's "
     "16-bit checkpoint"
 )
-# scales of fp8 KV caches; not needed, since K and V are kept in the compute dtype
+# scales of K and V in fp8, which are read by kv_scales.py
 KV_SCALES = (
     ".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale",
 )  # fmt: skip
@@ -103,6 +103,7 @@ class QuantizedSpec:
     is_zero_less_one: bool = False  # GPTQ: zero points are stored minus 1
     has_order: bool = False  # columns may be grouped in another order (act-order)
     ignored_endings: tuple[str, ...] = ()  # endings of names of tensors that are not needed
+    has_fp8_kv: bool = False  # K and V are to be kept in fp8, with a scale for each layer
 
     def packing_of(self, name: str) -> Packing | None:
         """The packing of a product by its name, without ".weight"; None if the config says that it

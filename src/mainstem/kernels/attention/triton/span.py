@@ -136,6 +136,15 @@ def _finish_rows(
 
 
 @triton.jit
+def _limit(own, key_end, PAGE_SIZE: tl.constexpr, ROUNDED: tl.constexpr):
+    """The last key that a row sees in a span. `own` is its own key's number in a causal span, and
+    beyond the last key in others. Of rounded pages, a row sees those before its own page."""
+    if ROUNDED:
+        own = own // PAGE_SIZE * PAGE_SIZE - 1
+    return tl.minimum(own, key_end - 1)
+
+
+@triton.jit
 def _small_queries(
     q_ptr, entries_ptr, num_entries, entry, num_rows, first_kv_head, stride_q_token, stride_q_head,
     GROUP: tl.constexpr, FOLD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
@@ -162,13 +171,19 @@ def _small_queries(
 
 @triton.jit
 def _small_step(
-    q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr
-):
+    q, k, v, k_scale, v_scale, is_seen, max_score, weight, acc, scale,
+    SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Do one step of the online softmax. Weights are kept as a tile, and summed only at the end."""
-    if UPCAST:
+    if ROUNDED:
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+    elif UPCAST:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if ROUNDED:
+        scores *= k_scale[None, :]
     if SOFTCAP > 0:
         scores = _capped(scores, scale, SOFTCAP)
         scale = 1.0
@@ -180,19 +195,41 @@ def _small_step(
     shrink = tl.exp2(max_score - base)
     weight = weight * shrink[:, None] + p
     acc = acc * shrink[:, None]
+    if ROUNDED:
+        p *= v_scale[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return new_max, weight, acc
 
 
 @triton.jit
+def _small_tiles(
+    k_rows, v_rows, k_scales_ptr, v_scales_ptr, stride_scales, page, kv_head,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_K: tl.constexpr,
+    ROUNDED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """K and V of some heads of a page, and the scale of each key and value if they are rounded."""
+    if ROUNDED:
+        k = k_rows.load([page, kv_head * PAGE_SIZE, 0]).reshape(TILE_K, DIM)
+        v = v_rows.load([page, kv_head * PAGE_SIZE, 0]).reshape(TILE_K, DIM)
+        if WIDE:
+            page = page.to(tl.int64)
+        at = page * stride_scales + kv_head + tl.arange(0, TILE_K) // PAGE_SIZE
+        return k, v, tl.load(k_scales_ptr + at), tl.load(v_scales_ptr + at)
+    else:
+        place = (page * KV_HEADS + kv_head) * PAGE_SIZE
+        return k_rows.load([place, 0]), v_rows.load([place, 0]), 1.0, 1.0
+
+
+@triton.jit
 def _small_units(
-    q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    q_ptr, k_rows, v_rows, k_scales_ptr, v_scales_ptr, stride_scales,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     pieces_ptr, entries_ptr, num_entries, page_ids_ptr, share_ptr, order_ptr, begin, end,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_Q: tl.constexpr, STAGES: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute the small units of a program, one after the other. Queries are fetched one unit
     ahead.
@@ -248,7 +285,7 @@ def _small_units(
         )  # fmt: skip
 
         pages_ptr = page_ids_ptr + page_at + 1
-        limit = tl.minimum(first_limit + row // GROUP, key_end - 1)
+        limit = _limit(first_limit + row // GROUP, key_end, PAGE_SIZE, ROUNDED)
         max_score = tl.full([TILE_Q], float("-inf"), tl.float32)
         weight = tl.zeros([TILE_Q, TILE_K], tl.float32)
         acc = tl.zeros([TILE_Q, DIM], tl.float32)
@@ -258,29 +295,34 @@ def _small_units(
         for start in tl.range(key_begin, full_end, PAGE_SIZE, num_stages=STAGES):
             # An index one past the last page is still inside the plan.
             next_page = tl.load(pages_ptr + start // PAGE_SIZE)
-            place = (page * KV_HEADS + kv_head) * PAGE_SIZE
-            k = k_rows.load([place, 0])
-            v = v_rows.load([place, 0])
+            k, v, k_scale, v_scale = _small_tiles(
+                k_rows, v_rows, k_scales_ptr, v_scales_ptr, stride_scales, page, kv_head,
+                KV_HEADS, DIM, PAGE_SIZE, TILE_K, ROUNDED, WIDE,
+            )  # fmt: skip
             is_seen = is_same_head & ((start + key_of_lane)[None, :] <= limit[:, None])
             if HAS_WINDOW:
                 is_seen = is_seen & ((start + key_of_lane)[None, :] >= first_key[:, None])
             max_score, weight, acc = _small_step(
-                q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP, UPCAST
-            )
+                q, k, v, k_scale, v_scale, is_seen, max_score, weight, acc, scale,
+                SOFTCAP, ROUNDED, UPCAST,
+            )  # fmt: skip
             page = next_page
         # A loop of at most one step, since a loop issues the loads of K and V together.
         for start in tl.range(full_end, key_end, PAGE_SIZE, num_stages=2):
-            place = (page * KV_HEADS + kv_head) * PAGE_SIZE
-            k = k_rows.load([place, 0])
-            v = v_rows.load([place, 0])
+            k, v, k_scale, v_scale = _small_tiles(
+                k_rows, v_rows, k_scales_ptr, v_scales_ptr, stride_scales, page, kv_head,
+                KV_HEADS, DIM, PAGE_SIZE, TILE_K, ROUNDED, WIDE,
+            )  # fmt: skip
             # Slots past the end may hold anything; zero weight times NaN would still be NaN.
-            v = tl.where((start + key_of_lane < key_end)[:, None], v, 0.0).to(v.dtype)
+            if not ROUNDED:  # only whole pages are rounded
+                v = tl.where((start + key_of_lane < key_end)[:, None], v, 0.0).to(v.dtype)
             is_seen = is_same_head & ((start + key_of_lane)[None, :] <= limit[:, None])
             if HAS_WINDOW:
                 is_seen = is_seen & ((start + key_of_lane)[None, :] >= first_key[:, None])
             max_score, weight, acc = _small_step(
-                q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP, UPCAST
-            )
+                q, k, v, k_scale, v_scale, is_seen, max_score, weight, acc, scale,
+                SOFTCAP, ROUNDED, UPCAST,
+            )  # fmt: skip
         _finish_rows(
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, token, slot, stretch,
             acc, max_score, tl.sum(weight, 1), row < num_rows,
@@ -305,11 +347,11 @@ def _small_units(
 
 @triton.jit
 def _large_step(
-    q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
-    scale, stride_page, head_offset,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, stride_scales, page, start, key_end, first_key,
+    limit, max_score, weight, acc, scale, stride_page, head_offset,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_K: tl.constexpr,
-    IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Do one step of the online softmax, over the keys [start, start + TILE_K) on the given
     pages."""
@@ -318,10 +360,19 @@ def _large_step(
     offset = _key_offset(page, start, stride_page, head_offset, HEAD_DIM, PAGE_SIZE, TILE_K, WIDE)
     k = _load_tile(k_ptr, offset, is_key, HEAD_DIM, DIM, IS_MASKED)
     v = _load_tile(v_ptr, offset, is_key, HEAD_DIM, DIM, IS_MASKED)
-    if UPCAST:
+    if ROUNDED:
+        if WIDE:
+            page = page.to(tl.int64)
+        k_scale = tl.load(k_scales_ptr + page * stride_scales)
+        v_scale = tl.load(v_scales_ptr + page * stride_scales)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+    elif UPCAST:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if ROUNDED:
+        scores *= k_scale[None, :]
     if SOFTCAP > 0:
         scores = _capped(scores, scale, SOFTCAP)
         scale = 1.0
@@ -338,20 +389,23 @@ def _large_step(
     shrink = tl.exp2(max_score - base)
     weight = weight * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
+    if ROUNDED:
+        p *= v_scale[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return new_max, weight, acc
 
 
 @triton.jit
 def _large_unit(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, stride_scales,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     piece_ptr, entries_ptr, num_entries, page_ids_ptr, kv_head,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_page, stride_kv_head,
     scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute one unit of many rows. With windows, the first tiles of keys are left out if no row
     sees them."""
@@ -377,8 +431,11 @@ def _large_unit(
     q = _load_tile(q_ptr, q_offset, is_row, HEAD_DIM, DIM, True)
     if UPCAST:
         q = q.to(tl.float32)
-    limit = tl.minimum(first_limit + query, key_end - 1)
+    limit = _limit(first_limit + query, key_end, PAGE_SIZE, ROUNDED)
     head_offset = kv_head * stride_kv_head
+    if ROUNDED:
+        k_scales_ptr += kv_head
+        v_scales_ptr += kv_head
     first_key = token
     if HAS_WINDOW:
         first_key_ptr = entry_ptr + ENTRY_FIRST_KEY * num_entries
@@ -397,31 +454,35 @@ def _large_unit(
         page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
         for start in tl.range(key_begin, head_end, TILE_K, num_stages=1):
             max_score, weight, acc = _large_step(
-                q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
+                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, stride_scales, page, start, key_end,
+                first_key, limit, max_score, weight, acc,
                 scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K,
-                True, True, SOFTCAP, WIDE, UPCAST,
+                True, True, SOFTCAP, ROUNDED, WIDE, UPCAST,
             )  # fmt: skip
             page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
         key_begin = head_end
         page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
     # Keys that every row sees need no mask.
-    seen_by_all = tl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+    first_row_limit = _limit(first_limit + row_begin // GROUP, key_end, PAGE_SIZE, ROUNDED)
+    seen_by_all = first_row_limit + 1
     clear_end = key_begin + tl.maximum(seen_by_all - key_begin, 0) // TILE_K * TILE_K
     for start in tl.range(key_begin, clear_end, TILE_K, num_stages=STAGES):
         next_page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
         max_score, weight, acc = _large_step(
-            q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, stride_scales, page, start, key_end,
+            first_key, limit, max_score, weight, acc,
             scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K,
-            False, False, SOFTCAP, WIDE, UPCAST,
+            False, False, SOFTCAP, ROUNDED, WIDE, UPCAST,
         )  # fmt: skip
         page = next_page
     # Loaded again: carrying the ids out of the loop above would double its loads.
     page = _page_of(pages_ptr, clear_end, key_end, PAGE_SIZE, TILE_K)
     for start in tl.range(clear_end, key_end, TILE_K, num_stages=1):
         max_score, weight, acc = _large_step(
-            q, k_ptr, v_ptr, page, start, key_end, first_key, limit, max_score, weight, acc,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, stride_scales, page, start, key_end,
+            first_key, limit, max_score, weight, acc,
             scale, stride_page, head_offset, HEAD_DIM, DIM, PAGE_SIZE, TILE_K,
-            True, False, SOFTCAP, WIDE, UPCAST,
+            True, False, SOFTCAP, ROUNDED, WIDE, UPCAST,
         )  # fmt: skip
         page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
     slot = tl.load(entry_ptr + ENTRY_SLOT * num_entries, mask=is_row, other=0)
@@ -434,7 +495,8 @@ def _large_unit(
 
 @triton.jit
 def _span_kernel(
-    q_ptr, k_ptr, v_ptr, k_rows, v_rows, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_rows, v_rows, k_scales_ptr, v_scales_ptr, stride_scales,
+    out_ptr, lse_ptr,
     plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_page, stride_kv_head,
     scale,
@@ -443,10 +505,10 @@ def _span_kernel(
     FOLD: tl.constexpr, SMALL_Q: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_Q: tl.constexpr, LARGE_K: tl.constexpr, LARGE_STAGES: tl.constexpr,
     PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROUNDED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the units of this program. `scale` includes log2(e), SOFTCAP does not; a SOFTCAP of
-    0 means none.
+    0 means none. ROUNDED: pages are in fp8, with scales.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
@@ -476,21 +538,23 @@ def _span_kernel(
     for index in range(large_begin, large_end):
         next_unit = tl.load(large_order_ptr + tl.minimum(index + 1, large_end - 1))
         _large_unit(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+            q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, stride_scales,
+            out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
             piece_ptr, entries_ptr, num_entries, page_ids_ptr, kv_head,
             stride_q_token, stride_q_head, stride_out_token, stride_out_head,
             stride_page, stride_kv_head, scale,
             HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
-            HAS_LSE, HAS_WINDOW, SOFTCAP, WIDE, UPCAST,
+            HAS_LSE, HAS_WINDOW, SOFTCAP, ROUNDED, WIDE, UPCAST,
         )  # fmt: skip
         piece_ptr = large_ptr + (next_unit // KV_HEADS) * PIECE_INTS
         kv_head = next_unit % KV_HEADS
     if small_begin < small_end:
         _small_units(
-            q_ptr, k_rows, v_rows, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+            q_ptr, k_rows, v_rows, k_scales_ptr, v_scales_ptr, stride_scales,
+            out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
             small_ptr, entries_ptr, num_entries, page_ids_ptr,
             share_ptr, small_order_ptr, small_begin, small_end,
             stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
             KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
-            HAS_LSE, HAS_WINDOW, SOFTCAP, UPCAST,
+            HAS_LSE, HAS_WINDOW, SOFTCAP, ROUNDED, WIDE, UPCAST,
         )  # fmt: skip

@@ -1,0 +1,143 @@
+"""Full pages in fp8 on a GPU, under Triton's interpreter: the answers of the CPU."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.errors import ConfigError
+from mainstem.core.events import EventBus
+from mainstem.core.step import PageWeighing, Runner
+from mainstem.engine.build import join
+from mainstem.engine.engine import Engine
+from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.gpu_rounded import OpenPlaces, num_open_places
+from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
+from tests.runner.steps import Seq, Work, a_step, run
+from tests.runner.test_rounded_pages import Answer, ask, distance, rounded
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs TRITON_INTERPRET=1; see test_interpreter.py",
+)
+# plain; windows and parts of pages; sinks; K and V that layers share
+MODELS = [
+    "GraniteForCausalLM",
+    "Gemma3ForCausalLM",
+    pytest.param("GptOssForCausalLM", marks=pytest.mark.slow),
+    pytest.param("Gemma 4 with inputs of layers", marks=pytest.mark.slow),
+]
+NEAR = 1e-3  # of logprobs; rounding to fp8 changes them by 4e-3 to 0.3
+
+
+def small(config: EngineConfig) -> EngineConfig:
+    cache = replace(config.cache, kv_tokens=512)
+    return rounded(replace(config, cache=cache, sched=SchedConfig(chunk_tokens=40)))
+
+
+def runners(name: str) -> list[tuple[Runner, Engine]]:
+    """An engine on the interpreted GPU, and one on the CPU."""
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config = RecipeOrigin(RECIPES[name]), small(a_config())
+    found: list[tuple[Runner, Engine]] = []
+    for runner, facts in (
+        load_gpu_runner(origin, config, torch.device("cpu")),
+        load_cpu_runner(origin, config),
+    ):
+        found.append((runner, join(runner, facts, config, EventBus())))
+    return found
+
+
+def prompts() -> list[list[int]]:
+    """Two prompts share two pages and a part of the next; one shares nothing."""
+    rng = np.random.default_rng(5)
+    head = rng.integers(3, 96, 37).tolist()
+    tails = [rng.integers(3, 96, count).tolist() for count in (3, 11)]
+    return [*(head + tail for tail in tails), rng.integers(3, 96, 14).tolist()]
+
+
+@interpreted
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_the_cpu(name: str) -> None:
+    """From the first token on, and again from the cache."""
+    (_, gpu), (_, cpu) = runners(name)
+    right = ask(cpu, prompts(), 2)
+    assert distance(ask(gpu, prompts(), 2), right) < NEAR
+    assert distance(ask(gpu, prompts()[:1], 2), right[:1]) < NEAR
+
+
+@interpreted
+def test_moved_pages_and_masses_are_those_of_the_cpu() -> None:
+    found: list[Answer] = []
+    masses = []
+    for runner, _ in runners("GraniteForCausalLM"):
+        seq = Seq(slot=1, token_ids=list(range(3, 48)), pages=[4, 0, 2])
+        first = [Work(seq, 35, has_sample=False)]
+        run(runner, a_step(first, 16, 96), first)
+        step = a_step([Work(seq, 10)], 16, 96)
+        weighing = PageWeighing(2, 8, np.array(seq.pages, np.int32))
+        step = replace(
+            step,
+            weighings=(weighing,),
+            move_from=np.array([4], np.int32),
+            move_to=np.array([7], np.int32),
+            move_by=np.array([-3], np.int32),
+        )
+        masses.append(runner.launch(step).wait().page_masses[0])
+        other = Seq(slot=0, token_ids=list(range(3, 30)), pages=[7, 5], num_done=16)
+        result = runner.launch(a_step([Work(other, 1)], 16, 96, prompt_logprobs=20)).wait()
+        found.append([(0, np.array(result.prompt_logprobs[0].top_logprobs))])
+    assert np.allclose(masses[0], masses[1], rtol=1e-3)
+    assert distance([found[0]], [found[1]]) < NEAR
+
+
+@interpreted
+def test_deterministic_is_refused() -> None:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    config = replace(rounded(a_config()), model=ModelConfig(deterministic=True))
+    with pytest.raises(ConfigError, match="kv_dtype=fp8 cannot be combined with deterministic"):
+        load_gpu_runner(RecipeOrigin(RECIPES["GraniteForCausalLM"]), config, torch.device("cpu"))
+
+
+def test_a_page_keeps_its_open_place_until_it_is_full() -> None:
+    """Any order of chunks and sequences: places never collide, and all come back."""
+    rng = np.random.default_rng(4)
+    size, num_seqs, most = 4, 3, 24
+    places = OpenPlaces(num_seqs, most, size)
+    assert places.num_places == num_open_places(num_seqs, most, size)
+    seqs = [Seq(slot, list(range(500)), []) for slot in range(num_seqs)]
+    held: dict[int, int] = {}  # page -> open place, of pages that are not full
+    next_page = 0
+    for _ in range(300):
+        works, room = [], most
+        for seq in seqs:
+            if rng.random() < 0.2 or seq.num_done > 400:  # it ends, and another takes its slot
+                held.pop(seq.pages[-1] if seq.pages else -1, None)
+                seq.pages, seq.num_done = [], 0
+            count = min(int(rng.integers(0, 12)), room)
+            if count:
+                room -= count
+                end = -(-(seq.num_done + count) // size)
+                new = list(range(next_page, next_page + end - len(seq.pages)))
+                next_page += len(new)
+                seq.pages += new
+                works.append(Work(seq, count, has_sample=False))
+        if not works:
+            continue
+        writes = places.assign(a_step(works, size, 600))
+        used = dict(zip(writes.opened.pages.tolist(), writes.places.tolist(), strict=True))
+        for page, place in used.items():
+            assert held.get(page, place) == place
+        running = {seq.pages[-1] for seq in seqs if seq.pages}
+        held = {page: place for page, place in held.items() if page in running} | used
+        assert len(set(held.values())) == len(held), "two open pages have one place"
+        full = writes.opened.pages[writes.opened.end_offsets == size].tolist()
+        assert sorted(writes.targets[writes.targets >= 0].tolist()) == sorted(full)
+        held = {page: place for page, place in held.items() if page not in full}
+        for work in works:
+            work.seq.num_done += work.num_tokens
