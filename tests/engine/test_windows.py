@@ -18,6 +18,7 @@ from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import VOCAB, make_checkpoint
+from tests.runner.steps import spoil_pages
 
 NEW_TOKENS = 20
 MODELS = ("mistral window", "qwen2, some windows")  # windows in every layer, and in some
@@ -48,9 +49,7 @@ def an_engine(
 ) -> Engine:
     config = EngineConfig(cache=cache, sched=sched)
     runner, facts = load_cpu_runner(folder_origin(folder), config)
-    for layer in range(runner.pages.num_layers):  # old contents must not matter
-        runner.pages.keys(layer).fill_(float("nan"))
-        runner.pages.values(layer).fill_(float("nan"))
+    spoil_pages(runner)
     return join(runner, facts, config, bus or EventBus())
 
 

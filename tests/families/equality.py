@@ -23,6 +23,7 @@ from mainstem.engine.engine import Engine
 from mainstem.runner.cpu import CpuRunner
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import STD, write_checkpoint
+from tests.runner.steps import spoil_pages
 
 # Sums of fp32 in another order may differ by up to 1e-4 in most of these models (that is how far
 # transformers' fp32 is from its fp64 at most). Gelu and its approximation differ by more.
@@ -165,11 +166,8 @@ def _engine(
 
 
 def _with_dirty_pages(runner: Runner) -> Runner:
-    """Fill all pages with NaN: the contents of uninitialised memory must not matter."""
     assert isinstance(runner, CpuRunner)
-    for layer in range(runner.pages.num_layers):
-        runner.pages.keys(layer).fill_(float("nan"))
-        runner.pages.values(layer).fill_(float("nan"))
+    spoil_pages(runner)
     return runner
 
 

@@ -16,7 +16,23 @@ from mainstem.core.step import (
     StepId,
     StepResult,
 )
+from mainstem.runner.cpu import CpuRunner
+from mainstem.runner.pages import DevicePages
 from mainstem_bench.kernels.samples import a_sample_batch, some_keys
+
+
+def pages_of(runner: CpuRunner) -> DevicePages:
+    """The pages of a runner that does not round them."""
+    assert isinstance(runner.pages, DevicePages)
+    return runner.pages
+
+
+def spoil_pages(runner: CpuRunner) -> None:
+    """Fill all pages with NaN: the contents of uninitialised memory must not matter."""
+    pages = pages_of(runner)
+    for layer in range(pages.num_layers):
+        pages.keys(layer).fill_(float("nan"))
+        pages.values(layer).fill_(float("nan"))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from tests.models.checkpoints import CONFIGS, SMALL, VOCAB, make_checkpoint, write_checkpoint
-from tests.runner.steps import Seq, Work, a_step, run
+from tests.runner.steps import Seq, Work, a_step, pages_of, run
 
 pytestmark = pytest.mark.torch
 
@@ -30,7 +30,7 @@ def a_runner(folder: Path) -> CpuRunner:
     cache = CacheConfig(page_size=PAGE, kv_tokens=64 * PAGE)
     runner, _ = load_cpu_runner(folder_origin(folder), EngineConfig(cache=cache))
     for layer in range(3):
-        runner.pages.joint(layer).fill_(float("nan"))
+        pages_of(runner).joint(layer).fill_(float("nan"))
     return runner
 
 
@@ -70,13 +70,17 @@ def check_moved_keys(folder: Path) -> None:
     step = a_step([Work(one, 1)], PAGE, VOCAB)
     runner.launch(moving(step, [12, 13], [20, 21], [-48, -48])).wait()
     assert again.pages == [40, 41]
-    for read in (runner.pages.keys, runner.pages.values):
+    for read in (pages_of(runner).keys, pages_of(runner).values):
         first = read(0)
         assert torch.allclose(first[[20, 21]], first[[40, 41]], atol=2e-5)
     for layer in range(3):
-        assert torch.equal(runner.pages.values(layer)[[20, 21]], runner.pages.values(layer)[12:14])
-        assert not torch.allclose(runner.pages.keys(layer)[20], runner.pages.keys(layer)[12])
-        assert runner.pages.keys(layer)[22].isnan().all(), "another page was written"
+        assert torch.equal(
+            pages_of(runner).values(layer)[[20, 21]], pages_of(runner).values(layer)[12:14]
+        )
+        assert not torch.allclose(
+            pages_of(runner).keys(layer)[20], pages_of(runner).keys(layer)[12]
+        )
+        assert pages_of(runner).keys(layer)[22].isnan().all(), "another page was written"
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 16])
@@ -106,7 +110,7 @@ def test_moving_a_page_away_and_back_restores_its_keys(tmp_path: Path) -> None:
         step = a_step([Work(one, 1)], PAGE, VOCAB)
         runner.launch(moving(step, [source], [target], [by])).wait()
     for layer in range(3):
-        keys = runner.pages.keys(layer)
+        keys = pages_of(runner).keys(layer)
         assert torch.allclose(keys[21], keys[3], atol=1e-5)
 
 

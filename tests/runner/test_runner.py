@@ -24,7 +24,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.pages import DevicePages
 from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
-from tests.runner.steps import Seq, Work, a_step, run
+from tests.runner.steps import Seq, Work, a_step, run, spoil_pages
 
 TOLERANCE = 1e-4
 PAGE = 4
@@ -50,9 +50,7 @@ def load_runner(
 def loaded(folder: Path, page_size: int = PAGE, kv_tokens: int = 1024) -> CpuRunner:
     cache = CacheConfig(page_size=page_size, kv_tokens=kv_tokens)
     runner, _ = load_runner(folder, ModelConfig(), cache, None)
-    for layer in range(3):  # old contents must not matter
-        runner.pages.keys(layer).fill_(float("nan"))
-        runner.pages.values(layer).fill_(float("nan"))
+    spoil_pages(runner)
     return runner
 
 

@@ -13,7 +13,7 @@ from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.single import SingleTokenPass
 from tests.models.checkpoints import VOCAB, make_checkpoint
-from tests.runner.steps import Seq, Work, a_step, run
+from tests.runner.steps import Seq, Work, a_step, run, spoil_pages
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -55,8 +55,7 @@ def test_pages_may_lie_anywhere(
     def answer() -> list[float]:
         config = EngineConfig(cache=CacheConfig(page_size=4, kv_tokens=40))
         runner, _ = load_cpu_runner(folder_origin(tmp_path), config)
-        for layer in range(runner.pages.num_layers):
-            runner.pages.slots(layer).fill_(float("nan"))
+        spoil_pages(runner)
         sampling = SamplingParams(temperature=0.0, logprobs=0)
         seq = Seq(0, list(range(5, 14)), pages=pages, sampling=sampling)
         logprobs = []
