@@ -74,13 +74,10 @@ def check_moved_keys(folder: Path) -> None:
         first = read(0)
         assert torch.allclose(first[[20, 21]], first[[40, 41]], atol=2e-5)
     for layer in range(3):
-        assert torch.equal(
-            pages_of(runner).values(layer)[[20, 21]], pages_of(runner).values(layer)[12:14]
-        )
-        assert not torch.allclose(
-            pages_of(runner).keys(layer)[20], pages_of(runner).keys(layer)[12]
-        )
-        assert pages_of(runner).keys(layer)[22].isnan().all(), "another page was written"
+        keys, values = pages_of(runner).keys(layer), pages_of(runner).values(layer)
+        assert torch.equal(values[[20, 21]], values[12:14])
+        assert not torch.allclose(keys[20], keys[12])
+        assert keys[22].isnan().all(), "another page was written"
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 16])

@@ -172,7 +172,7 @@ def test_convolutions_without_a_matrix_have_no_rows(tmp_path: Path) -> None:
 
 
 def test_deterministic_models_have_no_rows() -> None:
-    """Rows round otherwise than states, so bits would show who else was there."""
+    """Rows round otherwise than states, so bits would depend on other sequences."""
     spec = SHAPES["qwen36-27b"]
     page_bytes = 16 * spec.kv_elements_per_token * 2
     cases = [

@@ -81,8 +81,8 @@ def rows_for(
     *,
     by_default: bool,
 ) -> RowShape:
-    """Likewise, or none if states are not to be read together, or if bits must not depend on who
-    else reads them. `by_default`: what `siblings=auto` means."""
+    """Likewise, or none if states are not to be read together, or if bits must not depend on
+    others that read them. `by_default`: what `siblings=auto` means."""
     siblings = Siblings.OFF if config.sched.share is not Share.READS else config.sched.siblings
     is_on = siblings is Siblings.ON or (siblings is Siblings.AUTO and by_default)
     if config.model.deterministic or not is_on:
