@@ -1,6 +1,6 @@
 """Mixtures of experts on a card: timed at the shapes of three models, or checked against torch.
 
-`PYTHONPATH=src:. python -m mainstem_bench.kernels.experts [--checks-only | --sweep] [--seconds 60]
+`PYTHONPATH=src:. python -m mainstem_bench.kernels.experts [--checks-only] [--seconds 60]
 [--methods ours,hopper,library] [--json FILE]`
 
 Prints one JSON line per number of tokens, in microseconds:
@@ -12,12 +12,11 @@ Prints one JSON line per number of tokens, in microseconds:
 
 `weights_us` is the time to read the weights of the experts in use at the card's speed. `busiest` is
 the load of the busiest expert divided by the average. Inputs are used in turn, so that in small
-steps the weights come from memory, not from the cache. --sweep times other tiles instead;
---checks-only only checks.
+steps the weights come from memory, not from the cache. --checks-only only checks.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mainstem.cli.parser import Parser
-from mainstem.kernels.dense.invariant import Tile, matmul
+from mainstem.kernels.dense.invariant import matmul
 from mainstem.kernels.experts import reference
 from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
@@ -353,24 +352,7 @@ class Timing:
         }
 
 
-def compare_bits(report: TimingLines) -> None:
-    """Whether tiles give the same bits as the tiles of 64 rows of the deterministic setting. If so,
-    that setting could use them too."""
-    space, tensors = a_space(QWEN3, 2000), some_weights(QWEN3)
-    x = some(2000, QWEN3.hidden)
-
-    def answer(tiles: ExpertTiles) -> Tensor:
-        layer = GpuExperts(tensors, QWEN3.spec, space, plain_linear, tiles=tiles)
-        return layer(x, torch.empty_like(x))
-
-    right = answer(SOME)
-    equal = {f"{tiles.method.value}_{tiles.rows}": float(torch.equal(answer(tiles), right))
-             for tiles in ALL_TILES}  # fmt: skip
-    report("same bits as tiles of 64 rows", 2000, **equal)
-
-
 def time_all(report: TimingLines, methods: Sequence[Method], deadline: float) -> None:
-    compare_bits(report)
     for shape in SHAPES:
         for is_skewed in (False, True):
             timing = Timing(shape, is_skewed)
@@ -407,44 +389,9 @@ def ours_of(tokens: int, shape: ExpertsShape) -> ExpertTiles:
     return tiles if tiles.method is Method.OURS else MANY
 
 
-def other_tiles(tokens: int, spec: ExpertsSpec) -> Iterator[ExpertTiles]:
-    if tokens * spec.top_k / spec.num_experts <= 8:
-        for columns, k, warps, stages in (
-            (32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 4), (16, 256, 4, 4), (64, 128, 8, 4),
-            (32, 256, 4, 4),
-        ):  # fmt: skip
-            yield ExpertTiles(
-                Tile(16, columns, k, warps, stages), Tile(16, 2 * columns, k, warps, stages)
-            )
-        return
-    for rows, columns, k, warps, stages in (
-        (64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4),
-        (128, 64, 128, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (256, 64, 64, 8, 3),
-    ):  # fmt: skip
-        yield ExpertTiles(
-            Tile(rows, columns, k, warps, stages), Tile(rows, 2 * columns, k, warps, stages)
-        )
-
-
-def sweep(report: TimingLines, deadline: float) -> None:
-    timing = Timing(QWEN3, is_skewed=False)
-    for tokens in (8192, 16, 1024):
-        for tiles in other_tiles(tokens, QWEN3.spec):
-            if time.monotonic() > deadline:
-                print("time is up: other tiles are left out")
-                return
-            tile = tiles.gate_up
-            name = f"tile {tile.rows}x{tile.columns}x{tile.k} w{tile.warps} s{tile.stages}"
-            try:
-                report(name, tokens, **timing.parts_us(tokens, tiles, [Method.OURS]))
-            except Exception as error:  # probably too much shared memory
-                print(f"{name}: {type(error).__name__} {str(error)[:200]}", flush=True)
-
-
 def main() -> None:
     parser = Parser()
     parser.add_argument("--checks-only", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--methods", default="ours,hopper,library")
     parser.add_argument("--json", type=Path)
@@ -455,8 +402,6 @@ def main() -> None:
     with torch.inference_mode():
         if arguments.checks_only:
             failed = run_checks(CHECKS)
-        elif arguments.sweep:
-            sweep(report, deadline)
         else:
             methods = [Method(name) for name in arguments.methods.split(",")]
             time_all(report, methods, deadline)

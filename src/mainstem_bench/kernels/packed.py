@@ -1,16 +1,13 @@
 # ruff: noqa: B023
 """Products with packed weights on a card, timed; `test_packed_gpu.py` runs the checks.
 
-`PYTHONPATH=src:. python -m mainstem_bench.kernels.packed [--only PART] [--sweep] [--warm I/N]`
+`PYTHONPATH=src:. python -m mainstem_bench.kernels.packed [--only PART]`
 
 Prints one line per result: microseconds, GB/s of weights read, TFLOP/s. Copies of the INT4
 weights are used in turn, so that they come from memory. A graph of several products is replayed.
-`--sweep` tries many tiles; `--warm I/N` only compiles, so that each of N processes compiles its
-share.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -44,27 +41,8 @@ GPT_OSS = ExpertsSpec(32, 4, 2880, Activation.CLAMPED_SILU, has_bias=True)
 GPT_OSS_HIDDEN = 2880
 CUDA = torch.device("cuda")
 _CACHE_BYTES = 150 << 20  # the copies of a weight together are larger than this
-_SWEPT = tuple(
-    ColumnTile(*sizes)
-    for sizes in (
-        (64, 8, 4, 4, 6), (64, 8, 4, 6, 4), (64, 8, 4, 3, 6, 2), (64, 8, 4, 3, 4, 2),
-        (64, 8, 4, 4, 4, 2), (128, 8, 4, 4, 4), (128, 8, 4, 3, 3, 2), (128, 8, 8, 3, 2, 2),
-        (64, 16, 4, 4, 4), (64, 16, 4, 4, 6), (64, 16, 4, 6, 4), (64, 16, 4, 3, 4, 2),
-        (64, 16, 4, 4, 3, 2), (128, 16, 4, 5, 4), (128, 16, 4, 3, 3, 2), (128, 16, 8, 3, 2, 2),
-        (64, 32, 4, 4, 4), (128, 32, 4, 4, 3), (128, 32, 8, 4, 2), (128, 32, 8, 3, 2, 2),
-        (64, 64, 4, 3, 3), (128, 64, 8, 3, 2), (128, 64, 8, 4, 2), (256, 64, 8, 3, 1),
-        (128, 128, 8, 3, 1), (256, 128, 8, 3, 1), (128, 256, 8, 3, 1),
-    )
-)  # fmt: skip
 # relative error: kernels sum in fp32 and round the output once; most right answers are in fp64
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 2e-6}
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    only: str | None
-    is_sweep: bool
-    part: tuple[int, int] | None
 
 
 def some_packed(
@@ -218,10 +196,10 @@ def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
           f"{flops / us / 1e6:.0f} TFLOP/s", flush=True)  # fmt: skip
 
 
-def tiles_for(tokens: int, args: SweepOptions) -> Iterator[ColumnTile]:
+def tiles_for(tokens: int) -> Iterator[ColumnTile]:
     """Tiles that hold the tokens and waste few rows, and tiles of 128 tokens or more that divide
     the number of tokens."""
-    for tile in _SWEPT if args.is_sweep else TILES:
+    for tile in TILES:
         fits = tile.tokens >= tokens and (tile.tokens < 2 * tokens or tile.tokens <= 16)
         if fits or (tokens > tile.tokens >= 128 and tokens % tile.tokens == 0):
             yield tile
@@ -232,8 +210,7 @@ def microseconds(run: Callable[[int], object], copies: int) -> float:
     return time_us([partial(run, index % copies) for index in range(max(copies, 8))])
 
 
-def bench_int4(args: SweepOptions) -> None:
-    turn = 0
+def bench_int4() -> None:
     for name, (num_out, num_in) in SHAPES.items():
         copies = 1 + _CACHE_BYTES // (num_out * num_in // 2)
         weights = [as_nibbles(some_packed(num_out, num_in, seed=seed)) for seed in range(copies)]
@@ -244,26 +221,21 @@ def bench_int4(args: SweepOptions) -> None:
             x = some(tokens, num_in, seed=tokens)
             out = x.new_empty(tokens, num_out)
             right = torch.mm(x, dense.t())
-            for tile in tiles_for(tokens, args):
-                turn += 1
-                if args.part is not None and turn % args.part[1] != args.part[0]:
-                    continue
+            for tile in tiles_for(tokens):
                 off = off_by(multiply(x, weights[0], None, out.fill_(float("nan")), tile), right)
                 assert off < 4e-3, (name, tokens, tile, off)
-                if args.part is None:
-                    us = microseconds(lambda i: multiply(x, weights[i], None, out, tile), copies)
-                    shape = f"{tile.outs}x{tile.tokens} w{tile.warps} s{tile.stages}"
-                    what = f"int4 {name} {tokens} [{shape} p{tile.programs} b{tile.blocks}]"
-                    show(what, us, nbytes, flops * tokens)
-            if args.part is None and tokens >= 128:
+                us = microseconds(lambda i: multiply(x, weights[i], None, out, tile), copies)
+                shape = f"{tile.outs}x{tile.tokens} w{tile.warps} s{tile.stages}"
+                what = f"int4 {name} {tokens} [{shape} p{tile.programs} b{tile.blocks}]"
+                show(what, us, nbytes, flops * tokens)
+            if tokens >= 128:
                 us = microseconds(lambda _: torch.mm(x, room.t(), out=out), 1)
                 show(f"bf16 {name} {tokens}", us, 2 * num_out * num_in, flops * tokens)
-        if args.part is None:
-            us = microseconds(lambda i: dequantize(weights[i], room), copies)
-            show(f"dequantize {name}", us, nbytes + room.nbytes, 0)
+        us = microseconds(lambda i: dequantize(weights[i], room), copies)
+        show(f"dequantize {name}", us, nbytes + room.nbytes, 0)
 
 
-def bench_experts(args: SweepOptions) -> None:
+def bench_experts() -> None:
     experts, size, hidden = GPT_OSS.num_experts, GPT_OSS.size, GPT_OSS_HIDDEN
     kinds = {"mxfp4": gpt_oss_layer(PackedKind.MXFP4, 4096), "bf16": gpt_oss_layer(None, 4096)}
     params = 3 * experts * size * hidden
@@ -274,18 +246,13 @@ def bench_experts(args: SweepOptions) -> None:
             module = packed if name == "mxfp4" else products
             for tiles_name in ("FEW", "SOME", "MANY"):
                 layer._tiles = getattr(module, tiles_name)
-                if args.part is not None:
-                    layer(x, out)
-                    continue
                 us = microseconds(lambda _: layer(x, out), 1)
                 nbytes = params * (0.53 if name == "mxfp4" else 2.0)
                 flops = 6 * size * hidden * tokens * GPT_OSS.top_k
                 show(f"experts {name} {tokens} [{tiles_name}]", us, nbytes, flops)
 
 
-def bench_fp8(args: SweepOptions) -> None:
-    if args.part is not None:
-        return
+def bench_fp8() -> None:
     for name, (num_out, num_in) in SMALL.items():
         weight = some(num_out, num_in)
         linear = Fp8Linear.quantize(weight)
@@ -309,18 +276,11 @@ PARTS = {"int4": bench_int4, "experts": bench_experts, "fp8": bench_fp8}
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--only", choices=list(PARTS))
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--warm", metavar="I/N")
-    given = parser.parse_args()
-    part = None
-    if given.warm is not None:
-        index, count = given.warm.split("/")
-        part = int(index), int(count)
-    args = SweepOptions(given.only, given.sweep, part)
+    only = parser.parse_args().only
     with torch.inference_mode():
-        for run in (partial(made, args) for name, made in PARTS.items()
-                    if args.only in (None, name)):  # fmt: skip
-            run()
+        for name, run in PARTS.items():
+            if only in (None, name):
+                run()
 
 
 if __name__ == "__main__":
