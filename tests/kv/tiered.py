@@ -31,6 +31,10 @@ REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
 PIECES = 3  # of a state, each as large as a page
 
 
+class Overwritten(BaseException):
+    """A copy that must not be. Not an Exception: these pass for faults of the copier."""
+
+
 class CopyFault(Exception):
     """The error of a device that cannot copy."""
 
@@ -126,13 +130,10 @@ class FakeCopier:
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> FakeTransfer:
-        if parts is not None:
-            assert not np.isin(parts, self._runner.parts_in_flight()).any(), (
-                "a step in flight uses a part that is loaded"
-            )
-        assert not np.isin(pages, self._runner.pieces_in_flight()).any(), (
-            "a step in flight uses a state that is loaded"
-        )
+        if parts is not None and np.isin(parts, self._runner.parts_in_flight()).any():
+            raise Overwritten("a step in flight uses a part that is loaded")
+        if np.isin(pages, self._runner.pieces_in_flight()).any():
+            raise Overwritten("a step in flight uses a state that is loaded")
         layers = [
             (view, _View(self._slab[:, layer], slots))
             for layer, view in enumerate(self._views(pages, parts))
