@@ -253,6 +253,10 @@ class FakeRunner:
         for row_slot in range(first, first + self._rows_per_state):
             self._rows_in.pop(row_slot, None)
 
+    def note_rows(self, slot: int, *, is_first: bool) -> None:
+        """Rows are written to the memory of a state. `is_first`: a sequence's first ones."""
+        self._tokens_in[slot] = None
+
     def _run_states(self, step: Step, token_ids: Int32s, contexts: dict[int, list[int]]) -> None:
         """A state is the list of all tokens before: it must be read at exactly its position. Rows
         are the tokens since a state that nobody writes while they are used."""
@@ -307,7 +311,7 @@ class FakeRunner:
         assert count == 0 or seq < step.num_decodes, "a prompt's chunk after rows"
         rows = [] if count == 0 else before[slot][:count]
         assert len(rows) == count, "a row is read that was never written"
-        self._tokens_in[slot // self._rows_per_state] = None  # it has the same memory
+        self.note_rows(slot // self._rows_per_state, is_first=count == 0)
         self._rows_in[slot] = [*rows, *token_ids[start:stop].tolist()]
         return rows
 

@@ -34,6 +34,7 @@ class TieredMachine(RuleBasedStateMachine):
         has_disk=st.booleans(),
         chunk_tokens=st.sampled_from([5, 64]),
         num_states=st.sampled_from([0, 0, 1, 2, 3, 8]),
+        num_rows=st.sampled_from([0, 2, 5, 9]),
         window=st.sampled_from([None, 1, 3, 6, 14]),
         spare_parts=st.integers(0, 8),
     )

@@ -31,6 +31,10 @@ REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
 PIECES = 3  # of a state, each as large as a page
 
 
+class Overwritten(BaseException):
+    """A copy that must not be. Not an Exception: these pass for faults of the copier."""
+
+
 class CopyFault(Exception):
     """The error of a device that cannot copy."""
 
@@ -126,10 +130,10 @@ class FakeCopier:
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> FakeTransfer:
-        if parts is not None:
-            assert not np.isin(parts, self._runner.parts_in_flight()).any(), (
-                "a step in flight uses a part that is loaded"
-            )
+        if parts is not None and np.isin(parts, self._runner.parts_in_flight()).any():
+            raise Overwritten("a step in flight uses a part that is loaded")
+        if np.isin(pages, self._runner.pieces_in_flight()).any():
+            raise Overwritten("a step in flight uses a state that is loaded")
         layers = [
             (view, _View(self._slab[:, layer], slots))
             for layer, view in enumerate(self._views(pages, parts))
@@ -161,6 +165,7 @@ class FakeCopier:
         pass
 
 
+ROWS_MARK = -2
 STATES: dict[int, list[int]] = {}  # what is in all states so far, by number
 
 
@@ -168,7 +173,8 @@ class TieredRunner(FakeRunner):
     """FakeRunner whose pages and states can be copied, and whose steps wait for loads.
 
     States lie behind the pages, in pieces of the size of a page. Each piece has the number of its
-    state, and its own, in both layers: so a state with a piece of another one is noticed.
+    state, and its own, in both layers: so a state with a piece of another one is noticed. Where
+    rows are, all pieces have the same mark.
     """
 
     def __init__(
@@ -179,6 +185,7 @@ class TieredRunner(FakeRunner):
         num_states: int = 0,
         window: int | None = None,
         num_parts: int = 0,
+        row_slots_per_state: int = 0,
     ) -> None:
         super().__init__(
             num_pages,
@@ -188,6 +195,7 @@ class TieredRunner(FakeRunner):
             num_states,
             window=window,
             num_parts=num_parts,
+            row_slots_per_state=row_slots_per_state,
         )
         self.page_size = page_size
         self.num_parts = num_parts
@@ -211,6 +219,22 @@ class TieredRunner(FakeRunner):
         used = [self._window.used(step) for step in self._in_flight]
         return np.concatenate([np.empty(0, np.int64), *used])
 
+    def pieces_in_flight(self) -> np.ndarray:
+        """The pieces of states and rows that launched steps use, which were not waited for."""
+        slots = [np.empty(0, np.int64)]
+        for use in [step.states for step in self._in_flight if step.states is not None]:
+            slots += [use.reads, use.writes]
+            if use.rows is not None:
+                slots.append(use.rows[use.rows >= 0] // self._rows_per_state)
+        used = np.concatenate(slots)
+        first = self._first_piece + used[used >= 0] * PIECES
+        return (first[:, None] + np.arange(PIECES)).ravel()
+
+    def note_rows(self, slot: int, *, is_first: bool) -> None:
+        for piece in self._pieces(slot):
+            assert is_first or (piece == ROWS_MARK).all(), "rows were overwritten"
+            piece[:] = ROWS_MARK
+
     def state(self, slot: int) -> list[int] | None:
         pieces = self._pieces(slot)
         found = {int(words[0]) for rows in pieces for words in rows}
@@ -228,6 +252,10 @@ class TieredRunner(FakeRunner):
         """A slot's rows in both layers."""
         first = self._first_piece + slot * PIECES
         return [layer[first : first + PIECES] for layer in self.memory()]
+
+    def drain(self) -> None:
+        """No step is waited for any more."""
+        self._in_flight.clear()
 
     def launch(self, step: Step) -> InFlight:
         assert self.copier is not None
@@ -284,9 +312,13 @@ def a_tiered_engine(  # noqa: PLR0917
     num_states: int = 0,
     window: int | None = None,
     num_parts: int = 0,
+    num_rows: int = 0,
 ) -> Tiered:
     bus = bus or EventBus()
-    runner = TieredRunner(num_pages, page_size, can_overlap, num_states, window, num_parts)
+    per_state = 2 if num_rows else 0
+    runner = TieredRunner(
+        num_pages, page_size, can_overlap, num_states, window, num_parts, per_state
+    )
     copier = FakeCopier(runner, num_slots)
     runner.copier = copier
     below = list[LowerTier]()
@@ -301,7 +333,7 @@ def a_tiered_engine(  # noqa: PLR0917
     parts = None if window is None else WindowParts(num_pages, num_parts, window, page_size)
     store = KVStore(
         num_pages, page_size, b"fake", bus, stack, config, num_states, pages_per_state=PIECES,
-        parts=parts,
+        rows_per_slot=num_rows, row_slots_per_state=per_state, parts=parts,
     )  # fmt: skip
     fetching = Fetching(config, store.loader, page_size, StepTimes(token_s=1e-3))
     sched = SchedConfig(chunk_tokens=chunk_tokens)

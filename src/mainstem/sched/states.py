@@ -36,7 +36,7 @@ from mainstem.sched.queue import Candidate
 from mainstem.sched.rows import SequenceRows
 from mainstem.sched.sequence import Sequence
 from mainstem.sched.stored_starts import StoredStarts
-from mainstem.sched.table import SeqTable
+from mainstem.sched.table import NO_ROWS, SeqTable
 
 
 class SequenceStates:
@@ -300,10 +300,12 @@ class SequenceStates:
         if self._stored is None:
             return
         table = self._table
-        # a decode that reads a kept state has just come to the end of its prompt
+        # a decode that reads a kept state has just come to the end of its prompt; one that folds
+        # its rows has no state of its own yet, even if it folds in place
         is_due = (table.computed[decodes] % self._page_size == 0) & (
             table.state_read[decodes] == table.state_own[decodes]
         )
+        is_due &= table.row_slot[decodes] == NO_ROWS
         due = decodes[is_due]
         for slot in due[table.state_spare[due] == NO_STATE].tolist():
             if (spare := self._take_spare()) is None:
