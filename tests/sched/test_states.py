@@ -7,7 +7,7 @@ from mainstem.core.config import SchedConfig
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.engine import Engine
 from tests.builders import VOCAB, a_request, an_engine, run_all
-from tests.fakes import fake_answer
+from tests.fakes import FakeRunner, fake_answer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -93,6 +93,24 @@ def test_several_answers_start_from_the_last_page_of_the_prompt() -> None:
     assert {output.num_cached_tokens for output in found.outputs} == {0, 48}
     for index in range(4):
         assert found.tokens["r", index] == fake_answer(prompt, 4, VOCAB)
+
+
+@pytest.mark.parametrize(("is_planned", "num_segments"), [(True, 11), (False, 21)])
+def test_prompts_of_a_plan_are_cut_at_their_forks_only(is_planned: bool, num_segments: int) -> None:
+    """All that they share is known. Of others somebody may continue, so their ends are kept."""
+    runner = FakeRunner(4096, 16, VOCAB, True, 50)
+    engine = an_engine(4096, 16, SchedConfig(chunk_tokens=4096), runner=runner, num_states=50)
+    prompts = [[*range(72), 80 + index, *range(1, 21)] for index in range(10)]
+    first = engine.expect(np.array([72] * 9 + [0], np.int32)) if is_planned else None
+    requests = [
+        a_request(p, 4, name=str(i), plan_place=None if first is None else first + i)
+        for i, p in enumerate(prompts)
+    ]
+    found = run_all(engine, requests)
+    for index, prompt in enumerate(prompts):
+        assert found.tokens[str(index), 0] == fake_answer(prompt, 4, VOCAB)
+    uses = [(step.states, step.num_decodes) for step in runner.steps]
+    assert sum(len(use.writes) - num for use, num in uses if use is not None) == num_segments
 
 
 @pytest.mark.parametrize("num_trees", [60, pytest.param(1000, marks=pytest.mark.slow)])

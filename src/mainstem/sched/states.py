@@ -113,6 +113,10 @@ class SequenceStates:
         num_reusable = found.sequence.num_reusable(found.num_known)
         for other in self._unfinished():
             assert other.slot is not None
+            depth = best // self._page_size  # the page that two chains with a deeper fork share
+            keys = () if other.chain is None else other.chain.keys
+            if keys[depth : depth + 1] != chain.keys[depth : depth + 1]:
+                continue
             shared = self._shared(other, chain, num_reusable)
             computed = int(self._table.computed[other.slot])
             if shared >= best + self._page_size and shared > computed:
@@ -175,13 +179,24 @@ class SequenceStates:
         if chain is None:
             return
         last = found.num_known - 1  # it is always computed, for its logits
-        request = sequence.request
-        wanted = [last, found.num_matched, request.keep_tokens, *request.boundaries, *planned]
+        wanted = self._wanted_after(found, last) if self._may_return(sequence) else []
+        wanted += planned
         cuts = {self._findable(min(position, last), found.num_known) for position in wanted}
-        cuts.add(last // self._page_size * self._page_size)
         if sequence.chain is not None:
             cuts |= {self._findable(position, len(sequence.chain.token_ids)) for position in met}
         self._plan(sequence, cuts)
+
+    def _may_return(self, sequence: Sequence) -> bool:
+        """Whether a prompt may be continued by requests that nobody has announced. What prompts of
+        a plan share is known: its forks. Tiers below the device keep states for another job."""
+        return sequence.request.plan_place is None or self._stored is not None
+
+    def _wanted_after(self, found: Candidate, last: int) -> list[int]:
+        """Where the continuation of a prompt may begin."""
+        request = found.sequence.request
+        whole_pages = last // self._page_size * self._page_size
+        named = (request.keep_tokens, *request.boundaries)
+        return [last, whole_pages, found.num_matched, *named]
 
     def _common(self, sequence: Sequence, coming: Iterable[Sequence]) -> list[int]:
         """How many leading tokens a sequence that starts now has in common with each other."""
