@@ -54,7 +54,10 @@ class StatePlace:
         """Whether the chain of `other` passes this place first."""
         if self.num_tokens >= other.num_tokens:
             return False
-        return StatePlace.of(other.chain, self.num_tokens) == self
+        chain, depth = other.chain, self.num_tokens // self.chain.page_size
+        if chain.parent(depth) != self.parent:  # nearly always: `keep` asks for many others
+            return False
+        return StatePlace.of(chain, self.num_tokens) == self
 
     def name(self) -> PageKey:
         """What sequences wait for: no page has this key."""
