@@ -211,6 +211,11 @@ class StateStore:
         if slot != NO_STATE:
             self._readers[slot] += 1
 
+    def expect(self, chain: PageChain) -> None:
+        """A request for a chain was queued: its state leaves the plan of evictions."""
+        if self._victims and self._order.sees_queue:
+            self._spare([self.find(chain, len(chain.token_ids) - 1)[1]])
+
     def note_start(self, slot: int) -> None:
         """A sequence starts from a kept state."""
         if slot != NO_STATE:
