@@ -119,6 +119,21 @@ def test_the_next_request_comes_before_the_last() -> None:
     assert not store.has(late)
 
 
+def test_a_request_that_is_queued_after_evictions_were_planned_keeps_its_state() -> None:
+    """In a store of 32 states, three evictions are planned at once: of the least recently used."""
+    store = KVStore(64, PAGE, b"model", EventBus(), num_states=32)
+    assert store.states is not None
+    chains = [store.chain(tokens(seed, 30), b"") for seed in range(32)]
+    places = [keep(store.states, chain, 20) for chain in chains]
+    waiting: list[PageChain] = []
+    store.watch_queue(lambda _: waiting)
+    store.states.take()
+    waiting.append(chains[1])
+    store.expect(0, chains[1])
+    store.states.take()
+    assert [place for place in places if not store.states.has(place)] == [places[0], places[2]]
+
+
 class Model:
     """What is kept, and what each state is worth, by the definition."""
 

@@ -219,3 +219,24 @@ def test_aborted_and_stopped_siblings_give_their_rows_back(late: int) -> None:
     assert engine._store.states is not None
     assert engine._store.states.num_owned == 0
     check_answers(engine, prompts, 9)
+
+
+def test_slots_that_folds_need_are_not_given_to_a_sequence_that_can_have_rows() -> None:
+    """One slot has the stem's state, two have rows, and the last is for the fold of "long". A turn
+    of a session would like to keep its state, but there is none left."""
+    bus, preempted = EventBus(), list[SequencePreempted]()
+    bus.subscribe(SequencePreempted, preempted.append)
+    runner, stem = a_runner(4), list(range(SHARED))
+    engine = an_engine_with_rows(runner, 4, num_rows=16, bus=bus)
+    run_all(engine, [a_request([*stem, 60, 1], 2, keep_tokens=SHARED)])
+    own = {"long": [7, 6, 5, 4, 3], "first": [81], "second": [82], "turn": [83]}
+    lengths = {"long": 30, "first": 7, "second": 7, "turn": 6}
+    for name, tokens in own.items():
+        session = "s" if name == "turn" else None
+        engine.submit(a_request([*stem, *tokens], lengths[name], name=name, session=session))
+    found = run_all(engine, [])
+    for name, tokens in own.items():
+        assert found.tokens[name, 0] == fake_answer([*stem, *tokens], lengths[name], VOCAB)
+    assert most_with_rows(runner.steps) == 4
+    assert num_folds(runner.steps) == 1
+    assert not preempted

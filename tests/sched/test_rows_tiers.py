@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mainstem.core.events import EventBus, SequencePreempted
 from mainstem.core.ids import RequestId
 from tests.builders import VOCAB, Collector, a_request, run_all
 from tests.fakes import fake_answer
@@ -47,3 +48,25 @@ def test_a_fold_in_place_leaves_no_state_behind() -> None:
         assert kept is not None
         place = store.states.find(store.chain(np.array(kept, np.int32), b""), len(kept))
         assert place == (len(kept), slot), "a state is kept at another position"
+
+
+def test_slots_that_folds_need_do_not_become_second_slots() -> None:
+    """A decode could have a second slot at the end of its first page. The last one is for the fold
+    of "a", and its base may not be written: another sequence reads it."""
+    bus, preempted = EventBus(), list[SequencePreempted]()
+    bus.subscribe(SequencePreempted, preempted.append)
+    tiered = a_tiered_engine(40, num_states=6, num_rows=9, bus=bus)
+    engine, states = tiered.engine, tiered.store.states
+    assert states is not None
+    run_all(engine, [a_request([*STEM, 1], 1, keep_tokens=len(STEM))])
+    engine.submit(a_request([90, 91, 92], 20, name="other"))
+    engine.submit(a_request([*STEM, 2, 2, 2, 2, 2, 2], 8, name="a"))
+    engine.submit(a_request([*STEM, 3], 8, name="sibling"))
+    engine.step()
+    tiered.store.flush()
+    while states.has_room(2):
+        states.take()
+    while engine.has_work:
+        engine.step()
+    assert num_folds(tiered.runner.steps) == 1
+    assert not preempted

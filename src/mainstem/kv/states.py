@@ -54,7 +54,10 @@ class StatePlace:
         """Whether the chain of `other` passes this place first."""
         if self.num_tokens >= other.num_tokens:
             return False
-        return StatePlace.of(other.chain, self.num_tokens) == self
+        chain, depth = other.chain, self.num_tokens // self.chain.page_size
+        if chain.parent(depth) != self.parent:  # nearly always: `keep` asks for many others
+            return False
+        return StatePlace.of(chain, self.num_tokens) == self
 
     def name(self) -> PageKey:
         """What sequences wait for: no page has this key."""
@@ -207,6 +210,11 @@ class StateStore:
         """A sequence will read a kept state in its next step: it is not evicted before."""
         if slot != NO_STATE:
             self._readers[slot] += 1
+
+    def expect(self, chain: PageChain) -> None:
+        """A request for a chain was queued: its state leaves the plan of evictions."""
+        if self._victims and self._order.sees_queue:
+            self._spare([self.find(chain, len(chain.token_ids) - 1)[1]])
 
     def note_start(self, slot: int) -> None:
         """A sequence starts from a kept state."""

@@ -287,6 +287,8 @@ class KVStore:
     def expect(self, place: int, chain: PageChain) -> None:
         """Note that a request for the chain entered the queue, at a place that no other request
         has; a smaller place is served sooner. Lower tiers keep and prefetch the pages it needs."""
+        if self.states is not None:
+            self.states.expect(chain)
         if self.stack.tiers:
             keys = chain.keys
             if self.stored_states is not None:

@@ -141,13 +141,17 @@ class SequenceStates:
         """Whether there is a slot for another sequence, whose first chunk has up to `budget`
         tokens. Sequences that will fold their rows keep the slots that they will need."""
         rows = self.rows
-        if self._states.has_room(1 + (0 if rows is None else rows.num_to_fold)):
+        if self._has_room():
             return True
         position = len(found.match.pages) * self._page_size + found.match.similar_tokens
         if rows is not None and rows.may_start(found, position, budget):
             return True
         self._states.note_refused()
         return False
+
+    def _has_room(self) -> bool:
+        """Whether there is a slot for a state besides those that folds will need."""
+        return self._states.has_room(1 + (0 if self.rows is None else self.rows.num_to_fold))
 
     def start(
         self,
@@ -159,7 +163,7 @@ class SequenceStates:
     ) -> None:
         """A sequence starts from its state, with a chunk of up to `budget` tokens. It is cut where
         sequences that are `coming` part from it, and at `planned` positions."""
-        table, states = self._table, self._states
+        table, states, has_room = self._table, self._states, self._has_room()
         states.note_start(found.state)
         states.hold(found.state)  # so that it is not evicted for the slot of its own
         table.state_own[slot] = table.state_spare[slot] = NO_STATE
@@ -172,7 +176,7 @@ class SequenceStates:
         forks = [*planned, *met]
         if self.rows is not None and self.rows.fit(found, begin, budget):
             is_best = self.rows.may_fold(slot) and self._prefers_rows(found, begin, forks)
-            if (is_best or not states.has_room()) and self.rows.start(slot):
+            if (is_best or not has_room or not states.has_room()) and self.rows.start(slot):
                 return
         own = states.take()
         table.state_own[slot] = states.adopt(found.state) if own is None else own
@@ -334,7 +338,7 @@ class SequenceStates:
     def _take_spare(self) -> int | None:
         """A second slot for a decode; it can do without."""
         is_enough = 3 * (self._num_spares + 1) > self._states.num_states
-        if is_enough or not self._states.has_room():
+        if is_enough or not self._has_room():
             return None
         self._num_spares += 1
         return self._states.take()
