@@ -6,7 +6,7 @@ from mainstem import LLM, SamplingParams
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mainstem.core.config import keep_freed_memory
+from mainstem.core.environment import keep_freed_memory
 from mainstem.core.errors import (
     AnswerFailed,
     ConfigError,

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from mainstem.checkpoints.hub import resolve_model
-from mainstem.core.config import SWITCH_S, EngineConfig, StoreConfig
+from mainstem.core.config import EngineConfig, StoreConfig
+from mainstem.core.environment import SWITCH_S
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters

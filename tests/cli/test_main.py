@@ -10,7 +10,7 @@ import mainstem
 from mainstem.cli import generate, models
 from mainstem.cli import main as cli
 from mainstem.cli import plan as planning
-from mainstem.core.config import SWITCH_S
+from mainstem.core.environment import SWITCH_S
 from mainstem.core.errors import (
     AnswerFailed,
     EngineLost,

@@ -17,11 +17,10 @@ from mainstem.core.config import (
     SchedConfig,
     Share,
     StoreConfig,
-    cache_dir,
-    keep_freed_memory,
     load_config,
     with_arguments,
 )
+from mainstem.core.environment import cache_dir, keep_freed_memory
 from mainstem.core.errors import ConfigError
 from mainstem.core.settings import Setting
 

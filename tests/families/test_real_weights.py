@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mainstem.checkpoints.embedded import EmbeddedModel, embedded_folder
-from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, cache_dir
+from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig
+from mainstem.core.environment import cache_dir
 from mainstem.core.request import Output, SamplingParams
 from mainstem.engine.build import build_engine
 from tests.builders import a_request, run_all

@@ -22,7 +22,7 @@ from mainstem.checkpoints.embedded import (
     find_damage,
 )
 from mainstem.checkpoints.progress import Progress, unseen
-from mainstem.core.config import cache_dir
+from mainstem.core.environment import cache_dir
 from mainstem.core.errors import ModelNotFound
 from mainstem.text.tokenizer_files import OTHER_FILES, has_tokenizer
 

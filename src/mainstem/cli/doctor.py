@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mainstem.checkpoints.hub import ModelRecord, ModelState, config_folder, list_models
 from mainstem.cli.parser import Parser
-from mainstem.core.config import CacheConfig, Device, DType, StoreConfig, cache_dir
+from mainstem.core.config import CacheConfig, Device, DType, StoreConfig
+from mainstem.core.environment import cache_dir
 from mainstem.core.tables import gigabytes
 from mainstem.core.version import __version__
 from mainstem.runner.division import KvCosts, divide

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
 
-from mainstem.core.config import SWITCH_S
+from mainstem.core.environment import SWITCH_S
 from mainstem.core.errors import AnswerFailed, EngineLost, MainstemError
 from mainstem.core.spelling import did_you_mean
 from mainstem.core.version import __version__

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from platform import node
 
-from mainstem.core.config import cache_dir
+from mainstem.core.environment import cache_dir
 from mainstem.core.files import write_whole
 
 MOST_FILES = 512  # files of one kind at most; the oldest are removed

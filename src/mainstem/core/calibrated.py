@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from mainstem.core.config import cache_dir
+from mainstem.core.environment import cache_dir
 from mainstem.core.errors import ConfigError
 from mainstem.core.files import replacing
 

@@ -223,12 +223,9 @@ class KVStore:
         """Name a page that holds the last of a chain's first `num_tokens` and will not grow: other
         sequences find the tokens they share with it. Skipped unless the page before it is READY."""
         kept = chain.first(num_tokens)
-        if self.finder.has_whole_pages:
-            return
-        if kept.keys and not self.index.is_ready(kept.keys[-1]):
-            return
-        self.index.reserve_tail(kept, page)
-        self.commit_tail(page)
+        if not kept.keys or self.index.is_ready(kept.keys[-1]):
+            self.reserve_tail(kept, page)
+            self.commit_tail(page)
 
     def loading_follower(self, parent: PageKey, tokens: Int32s) -> PageKey | None:
         """The key of a page after `parent` that will begin with `tokens` and is being filled."""
@@ -382,14 +379,9 @@ class KVStore:
 
     def check(self) -> None:
         """Raise if pages were lost or named twice."""
-        self._pool.check()
-        self.index.check()
-        if self.states is not None:
-            self.states.check()
-        if self.rows is not None:
-            self.rows.check()
-        self.stack.check()
-        self.loader.check()
+        for part in (self._pool, self.index, self.states, self.rows, self.stack, self.loader):
+            if part is not None:
+                part.check()
         if self.stored_states is not None:
             self.stored_states.check()
         if not self.num_copies:

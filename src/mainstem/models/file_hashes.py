@@ -15,7 +15,7 @@ from pathlib import Path
 from time import time_ns
 
 from mainstem.core.cache_files import cache_file, write_cache_file
-from mainstem.core.config import cache_dir
+from mainstem.core.environment import cache_dir
 
 KIND = "hashes"  # the folder of the notes
 MANIFEST = "manifest.json"  # the manifest of an embedded model, written after all its files

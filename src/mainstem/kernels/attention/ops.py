@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, KernelPlan, Launches, make_plan
+from mainstem.kernels.attention.plan_staging import PlanStaging
 from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -44,7 +45,6 @@ from mainstem.kernels.attention.tuning import (
 )
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
-from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.overlap import can_overlap, overlap_options
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,33 +87,6 @@ def partial_bytes(heads: int, head_dim: int, limits: AttentionLimits) -> int:
 
 def _padded(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
-
-
-class _PlanStaging:
-    """Host memory of a plan on its way to the device; grows to what plans need."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_pinned = device.type != "cpu"
-        self._make(0)
-        self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
-
-    def send(self, plan: KernelPlan, target: Tensor) -> None:
-        """Copy to a row on the device, on the current stream; waits only for the last copy from
-        this host memory."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        count = plan.num_ints
-        if count > len(self._host):
-            self._make(min(2 * count, target.shape[1]))
-        plan.write(self._host[:count])
-        move_words(target[:, :count], self._ints[:, :count])
-        if self._copied is not None:
-            self._copied.record()
-
-    def _make(self, count: int) -> None:
-        is_pinned = self._is_pinned and count > 0
-        self._ints = torch.empty((1, count), dtype=torch.int32, pin_memory=is_pinned)
-        self._host = self._ints.numpy()[0]  # the same memory as a numpy array
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +276,7 @@ class SpanAttention:
         self._partial_lse = lses.view(torch.float32).view(rows, scales)
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for units of the queue
         self._staging = [
-            _PlanStaging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
+            PlanStaging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
         ]
         self._next_staging = 0
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from mainstem.core.config import rank_environment
+from mainstem.core.environment import rank_environment
 from mainstem.runner.ranks.protocol import BeginRank, Channel
 
 MODULE = "mainstem.runner.ranks.rank_process"

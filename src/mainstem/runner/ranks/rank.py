@@ -22,7 +22,7 @@ from threading import Condition, Thread
 from time import monotonic, sleep
 from traceback import format_exc
 
-from mainstem.core.config import SWITCH_S
+from mainstem.core.environment import SWITCH_S
 from mainstem.core.errors import MainstemError, OutOfDeviceMemory
 from mainstem.core.step import InFlight, Runner, Step
 from mainstem.kv.transfer import PageCopier, Transfer

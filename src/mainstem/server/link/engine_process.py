@@ -21,7 +21,7 @@ from threading import Event as Flag
 from threading import Thread
 from time import monotonic
 
-from mainstem.core.config import SWITCH_S, child_environment
+from mainstem.core.environment import SWITCH_S, child_environment
 from mainstem.core.errors import MainstemError
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
