@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from mainstem.core.events import EventBus, PagesLost, PagesRemoved, PagesStored
+from mainstem.core.ids import PageKey
 from mainstem.core.request import SamplingParams
 from mainstem.kv.bytes.line import Address
+from mainstem.kv.places import HOST
+from mainstem.kv.states import StatePlace
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import fake_answer
 from tests.kv.redis_server import RedisServer
@@ -140,3 +143,30 @@ def test_routers_are_told_of_pages_only(tmp_path: Path) -> None:
     tiered.store.clear()
     assert not pieces & set(told)
     tiered.engine.close()
+
+
+def test_no_state_is_evicted_for_one_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """A sequence that asked for the load may be about to start from the evicted one: its slot would
+    be free, and given to another sequence, too."""
+    rng = np.random.default_rng(6)
+    stored, other = (rng.integers(0, VOCAB, 41).tolist() for _ in range(2))
+    tiered = a_hybrid(disk_dir=tmp_path)
+    answer(tiered, stored, 1)
+    tiered.engine.close()
+    tiered = a_hybrid(disk_dir=tmp_path, num_states=2)
+    answer(tiered, other, 1)
+    tiered.store.flush()
+    states, on_tiers, host = tiered.store.states, tiered.store.stored_states, tiered.stack.host
+    assert states is not None
+    assert on_tiers is not None
+    place = StatePlace.of(tiered.store.chain(np.array(stored, np.int32), b""), 40)
+    assert on_tiers.has(place)
+    num_kept = states.num_kept
+    stack = tiered.stack
+    stack.carry_out(stack.policy.choose_victims(HOST, host.num_places))
+    for number in range(host.num_free):
+        host.take_place(PageKey(f"another page {number}".encode()))
+    while states.num_owned + states.num_kept < states.num_states:
+        states.take()
+    assert on_tiers.load(place) is None
+    assert states.num_kept == num_kept > 0

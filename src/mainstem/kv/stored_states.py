@@ -255,7 +255,7 @@ class StoredStates:
         no slot, or no room in host memory to read it into, or the state has just been evicted for
         the pages before it."""
         stack, host = self._stack, self._stack.host
-        if not self.has(place) or (slot := self._states.take()) is None:
+        if not self.has(place) or not self._states.has_room():
             return None
         keys = piece_keys(place, self.num_pieces)
         pages = [stack.pages[key] for key in keys]
@@ -264,8 +264,8 @@ class StoredStates:
         missing = [page for page in pages if not page.taken & IN_HOST]
         if (short := len(missing) - host.num_free) > 0:
             stack.carry_out(stack.policy.choose_victims(HOST, short))
-        if len(missing) > host.num_free:
-            self._states.give_back(slot)
+        # the slot last: no state is evicted for one that is not loaded
+        if len(missing) > host.num_free or (slot := self._states.take()) is None:
             for page in pages:
                 stack.release(page)
             return None
