@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -67,48 +68,21 @@ def load_cpu_runner(
         is_packed = pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
     part = decoder.spec
     is_rounded = rounds_pages(cache, spec, DType(str(dtype).removeprefix("torch.")))
-    costs = KvCosts.of(part, ROUNDED_BYTES if is_rounded else dtype.itemsize)
-    page_bytes = costs.page_bytes(cache.page_size)
-    kv_bytes = -(-page_bytes // cache.page_size)
-    budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
-    per_state = pages_per_state(part, dtype.itemsize, page_bytes)
-    state_bytes = per_state * page_bytes
-    num_states = cache.num_states(
-        budget, kv_bytes, state_bytes, config.sched.max_seqs, has_tiers=config.store.host_bytes > 0
-    )
-    state_memory = (num_states + 1) * state_bytes  # one slot is for padding
-    budget -= state_memory
-    left = available_bytes()  # before any rank allocates pages
-    chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size if is_rounded else 0
-    kv = divide(
-        costs,
-        cache,
-        budget - open_pages(config.sched.max_seqs, budget // page_bytes) * open_bytes,
-        context,
-        chunk_tokens,
-    )
-    if num_parts is not None:
-        kv = replace(kv, num_parts=num_parts)
-    kv = replace(
-        kv,
-        num_pages=smallest(kv.num_pages, ranks, torch.device("cpu")),
-        num_parts=smallest(kv.num_parts, ranks, torch.device("cpu")),
-    )
-    num_open = open_pages(config.sched.max_seqs, kv.num_pages)
-    needed = kv.num_bytes + state_memory + num_open * open_bytes
-    cache.check_fits(ranks.shard.of * needed, left)
+    memory = _divide(part, config, ranks, dtype, context, available, num_parts, is_rounded)
+    kv, num_open = memory.kv, memory.num_open
     scales = _kv_scales(origin, decoder, cache) if is_rounded else None
     layout = LAYOUT
     if is_rounded:
         layout += ROUNDED_LAYOUT if scales is None else SCALES_LAYOUT
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, layout)
-    rows = rows_for(config, part, dtype, torch.float32, page_bytes, by_default=True)
-    facts = facts.with_states(num_states, per_state, rows.per_state, rows.num_rows)
+    rows = rows_for(config, part, dtype, torch.float32, memory.page_bytes, by_default=True)
+    facts = facts.with_states(
+        memory.num_states, memory.pages_per_state, rows.per_state, rows.num_rows
+    )
     if is_rounded:
-        facts = facts.with_open_pages(num_open, open_bytes)
+        facts = facts.with_open_pages(num_open, memory.open_bytes)
     pages = _make_pages(part, kv, cache.page_size, dtype, num_open if is_rounded else None, scales)
-    runner = CpuRunner(decoder, pages, context, num_states=num_states, rows=rows)
+    runner = CpuRunner(decoder, pages, context, num_states=memory.num_states, rows=rows)
 
     def make(source: Checkpoint) -> Decoder:
         made = make_decoder(source, spec, ranks)
@@ -123,6 +97,57 @@ def load_cpu_runner(
     loaded = LoadFacts(origin, dtype, device, identify)
     runner.weights = RunnerWeights(loaded, CpuParts(runner, make))
     return runner, facts
+
+
+class _Memory(NamedTuple):
+    """What a rank allocates for K, V and states."""
+
+    kv: Division
+    page_bytes: int
+    num_states: int
+    pages_per_state: int
+    num_open: int  # pages that are being filled, if full ones are rounded
+    open_bytes: int  # of each
+
+
+def _divide(
+    part: ModelSpec,
+    config: EngineConfig,
+    ranks: Collectives,
+    dtype: torch.dtype,
+    context: int,
+    available_before: int,
+    num_parts: int | None,
+    is_rounded: bool,
+) -> _Memory:
+    """Divide the memory that the weights have left. `available_before`: bytes before they were
+    loaded; `num_parts`: see load_cpu_runner."""
+    cache, sched, device = config.cache, config.sched, torch.device("cpu")
+    costs = KvCosts.of(part, ROUNDED_BYTES if is_rounded else dtype.itemsize)
+    page_bytes = costs.page_bytes(cache.page_size)
+    kv_bytes = -(-page_bytes // cache.page_size)
+    budget = _page_budget(cache, available_before, kv_bytes, ranks.shard.of)
+    per_state = pages_per_state(part, dtype.itemsize, page_bytes)
+    state_bytes, has_tiers = per_state * page_bytes, config.store.host_bytes > 0
+    num_states = cache.num_states(
+        budget, kv_bytes, state_bytes, sched.max_seqs, has_tiers=has_tiers
+    )
+    state_memory = (num_states + 1) * state_bytes  # one slot is for padding
+    budget -= state_memory
+    left = available_bytes()  # before any rank allocates pages
+    open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size if is_rounded else 0
+    budget -= open_pages(sched.max_seqs, budget // page_bytes) * open_bytes
+    kv = divide(costs, cache, budget, context, sched.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    most_parts = kv.num_parts if num_parts is None else num_parts
+    kv = replace(
+        kv,
+        num_pages=smallest(kv.num_pages, ranks, device),
+        num_parts=smallest(most_parts, ranks, device),
+    )
+    num_open = open_pages(sched.max_seqs, kv.num_pages)
+    needed = kv.num_bytes + state_memory + num_open * open_bytes
+    cache.check_fits(ranks.shard.of * needed, left)
+    return _Memory(kv, page_bytes, num_states, per_state, num_open, open_bytes)
 
 
 def _kv_scales(origin: Origin, decoder: Decoder, cache: CacheConfig) -> KvScales | None:
