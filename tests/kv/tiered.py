@@ -221,7 +221,7 @@ class TieredRunner(FakeRunner):
 
     def pieces_in_flight(self) -> np.ndarray:
         """The pieces of states and rows that launched steps use, which were not waited for."""
-        slots: list[np.ndarray] = [np.empty(0, np.int64)]
+        slots: list[Int32s] = [np.empty(0, np.int32)]
         for use in [step.states for step in self._in_flight if step.states is not None]:
             slots += [use.reads, use.writes]
             if use.rows is not None:
