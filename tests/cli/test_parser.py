@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
             "unrecognized arguments: --temperatur 2. Did you mean --temperature?",
         ),
         (
-            ["generate", "Hi", "--kv=4000"],
-            "unrecognized arguments: --kv=4000. Did you mean --kv-tokens?",
+            ["generate", "Hi", "--kv-tok=4000"],
+            "unrecognized arguments: --kv-tok=4000. Did you mean --kv-tokens?",
         ),
         (
             ["serve", "--max-bod-mib", "smollm2"],

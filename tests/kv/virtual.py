@@ -53,7 +53,7 @@ class VirtualClock:
         ):  # fmt: skip
             for name in ("perf_counter", "monotonic", "time"):
                 monkeypatch.setattr(module, name, self.read, raising=False)
-        monkeypatch.setattr(scheduler_module, "sleep", self.sleep)
+            monkeypatch.setattr(module, "sleep", self.sleep, raising=False)
 
     def read(self) -> float:
         return self.now_s

@@ -85,6 +85,7 @@ class LoadedModel:
         step_ms: float | None = None,
         max_seqs: int | None = None,
         share: str = "reads",
+        siblings: str = "auto",
         span_levels: int | None = None,
         max_model_len: int | None = None,
         threads: int | None = None,
