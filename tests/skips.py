@@ -34,7 +34,7 @@ class Skip:
 LISTED = (
     Skip(("tests/gpu/",), "CUDA device", "CI has no GPU; `make test-gpu` runs them"),
     Skip(
-        ("tests/kernels/", "tests/runner/test_gpu"),
+        ("tests/kernels/", "tests/runner/test_gpu", "tests/runner/test_rounded_gpu.py"),
         "needs TRITON_INTERPRET=1",
         "tests/kernels/test_interpreter.py runs them in another process",
     ),
