@@ -144,12 +144,13 @@ def test_one_line_has_every_result(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out)
     assert result["workload"] == "relay-64"
     assert (result["requests"], result["groups"]) == (6, 1)
-    assert result["requests_per_s"] == pytest.approx(6 / result["seconds"], rel=0.01)
-    total = 6 * (128 + 4)
-    assert result["tokens_per_s"] == pytest.approx(total / result["seconds"], rel=0.01)
+    # The seconds are rounded to milliseconds, and a fast machine needs few of them.
+    seconds = pytest.approx(result["seconds"], abs=0.001)
+    assert 6 / result["requests_per_s"] == seconds
+    assert 6 * (128 + 4) / result["tokens_per_s"] == seconds
     assert result["saving_ratio"] == pytest.approx(5 * 64 / (6 * 128), abs=1e-3)
     processed = 64 + 6 * (64 + 3)
-    assert result["us_per_token"] == pytest.approx(1e6 * result["seconds"] / processed, rel=0.02)
+    assert result["us_per_token"] * processed / 1e6 == seconds
     assert 0 < result["share_of_limit"] < 1
     assert 0 < result["gpu_busy"] <= 1
     assert result["host_ms_per_step"] > 0
