@@ -18,5 +18,7 @@ def test_scoring_computes_less_than_generating(capsys: pytest.CaptureFixture[str
     assert result["computed_per_context"] == 42 + 3 * 3 + 2
     assert result["generate_computed_per_context"] >= 42 + 3 * 4
     # Rates are rounded to a thousandth and a hundredth, which counts on a slow machine.
-    assert result["choices_per_s"] == pytest.approx(3 * result["contexts_per_s"], rel=0.01, abs=0.02)
+    assert result["choices_per_s"] == pytest.approx(
+        3 * result["contexts_per_s"], rel=0.01, abs=0.02
+    )
     assert result["contexts_per_s"] > 0
