@@ -40,6 +40,10 @@ BENCHES = {
         "checks that random requests, aborts and preemptions lose nothing",
     ),
     "sessions": ("mainstem_bench.sessions", "times of returning conversations, by tier"),
+    "agree": (
+        "mainstem_bench.agree",
+        "returning conversations in real time, on the engine and in the simulator",
+    ),
     "truncation": (
         "mainstem_bench.truncation",
         "quality after a conversation was cut to the window",

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mainstem.cli.flags import engine_config
-from mainstem.core.config import EngineConfig
+from mainstem.core.config import DType, EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.runner.machine import available_bytes
 from mainstem_bench.machine import Machine
@@ -46,6 +46,12 @@ def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None
             f"{name} with {kv_tokens:,} tokens of KV takes {FP32_BYTES * values / 1e9:.0f} GB"
             f" without a GPU, and {free_bytes / 1e9:.0f} are free: use {smaller}"
         )
+
+
+def kv_token_bytes(config: EngineConfig) -> float:
+    """Bytes of a token's K and V in the lower tiers, for a model that is the name of a shape."""
+    is_wide = config.model.dtype is DType.FP32 or not Machine.of(config).has_gpu
+    return SHAPES[config.model.model].kv_elements_per_token * (FP32_BYTES if is_wide else 2)
 
 
 def empty_folder(disk_dir: str | None) -> TemporaryDirectory[str]:

@@ -1,0 +1,52 @@
+"""`mainstem bench agree` asks the turns of a trace in real time, and compares with the simulator.
+
+Times are not compared here: that needs a quiet machine.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mainstem.core.errors import ConfigError
+from mainstem_bench import agree
+
+TURNS = [[[40, 6], [30, 5], [20, 4]], [[50, 4], [25, 6]], [[33, 3]]]
+FLAGS = ["--device", "cpu", "--pace", "1000", "--rate", "50", "--max-seqs", "2", "--json"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in TURNS))
+    return str(path)
+
+
+def test_each_way_gets_a_line(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert agree.main([trace, *FLAGS]) == 0
+    store, recompute = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (store["way"], recompute["way"]) == ("store", "recompute")
+    assert store["turns"] == recompute["turns"] == 6
+    # prompts of 40, 76, 101, 50, 79 and 33 tokens; of the later ones, whole pages of 16 before them
+    assert store["in_engine"]["prefill_tokens"] == 379 - (32 + 80 + 48)
+    assert recompute["in_engine"]["prefill_tokens"] == 379
+    assert (recompute["hit_rate"], recompute["hit_points"]) == (0.0, 0.0)
+    for line in (store, recompute):
+        assert line["in_engine"]["ttft_s"] > 0
+        assert line["in_simulator"]["prefill_tokens"] > 0
+        assert line["speeds"]["prefill_tokens_per_s"] > 0
+
+
+def test_histories_come_from_host_memory_if_the_device_is_small(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = ["--kv-tokens", "160", "--host-gb", "0.01", "--store-fetch", "always", "--way", "store"]
+    assert agree.main([trace, *FLAGS, *room]) == 0
+    (line,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert 0 < line["hit_rate"] <= (32 + 80 + 48) / 379 + 1e-9
+    assert line["speeds"]["host_gb_per_s"] > 0
+
+
+def test_an_engine_that_loads_nothing_is_refused(trace: str) -> None:
+    with pytest.raises(ConfigError, match="set --store-fetch always"):
+        agree.main([trace, *FLAGS, "--host-gb", "0.01", "--store-fetch", "never"])
