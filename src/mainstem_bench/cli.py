@@ -17,6 +17,10 @@ BENCHES = {
     "replay": ("mainstem_bench.replay", "recorded requests of a server, on the engine alone"),
     "policies": ("mainstem_bench.policies", "the same arrivals under lookahead, LRU and FIFO"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
+    "tails": (
+        "mainstem_bench.tails",
+        "the slowest requests of a served load, by the longest step",
+    ),
     "offline": (
         "mainstem_bench.offline",
         "a whole job on random weights, compared with the card's limit",

@@ -28,17 +28,17 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
-from mainstem.core.step import Int32s, Step, StepResult
+from mainstem.core.step import Int32s, StepResult
 from mainstem.kv.store import KVStore
 from mainstem.plan.cost import H200, worth_sharing
 from mainstem.plan.planner import PlanConfig
 from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import Feed, Order
-from mainstem_bench.floors import span_floor_s
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.report import line
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.step_trace import StepTrace
+from mainstem_bench.virtual_step import virtual_s
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 from mainstem_simulate.plots import new_figure, require_matplotlib, save_figure
 
@@ -156,24 +156,6 @@ def run(
         scheduler.take_outputs()
     scheduler.check()
     return JobTrace(way, trace, counters.saving_ratio, counters.preemptions)
-
-
-def virtual_s(model: ModelCost, step: Step) -> float:
-    """Return the seconds of a step by the cost model: reading the weights, products, elementwise
-    work and attention.
-
-    On an H200 a step that decodes takes 2.9 ms plus 0.04 ms for each sequence (Llama2-7B): reading
-    the weights does not overlap with the products.
-    """
-    heads = model.heads
-    attention_s = model.num_layers * span_floor_s(
-        H200, step.spans, heads=heads.heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim
-    )
-    size, num_samples = model.size, len(step.sample_rows)
-    flops = 2 * (size.num_params * step.num_tokens + size.num_head_params * num_samples)
-    moved = (size.num_params + size.num_head_params) * size.bytes_per_param
-    moved += step.num_tokens * size.elementwise_bytes_per_token
-    return flops / H200.flops_per_s + moved / H200.bytes_per_s + attention_s
 
 
 def plot(runs: Sequence[JobTrace], path: Path) -> None:

@@ -175,6 +175,34 @@ def test_an_urgent_request_does_not_wait_for_a_long_prompt() -> None:
     assert steps_until_heard(engine, "urgent") < 5
 
 
+@pytest.mark.parametrize("num_cached", [0, 40])
+def test_a_cached_prompt_does_not_wait_for_a_long_one_but_a_new_prompt_does(
+    num_cached: int,
+) -> None:
+    engine = an_engine(num_pages=400, config=SchedConfig(chunk_tokens=8))
+    cached = list(range(40))
+    run_all(engine, [a_request(cached[: num_cached or 1], 1)])
+    engine.submit(a_request([i % 90 for i in range(7, 407)], 1))
+    engine.step()
+    engine.submit(a_request([*cached, 50], 1, name="late"))
+    num_steps = steps_until_heard(engine, "late")
+    assert num_steps < 5 if num_cached else num_steps > 40
+
+
+def test_cached_prompts_do_not_stop_a_long_one() -> None:
+    """In every step more of them arrive than a step has tokens."""
+    engine = an_engine(num_pages=400, config=SchedConfig(chunk_tokens=8))
+    cached = list(range(40))
+    run_all(engine, [a_request(cached, 1)])
+    engine.submit(a_request([i % 90 for i in range(7, 407)], 1, name="long"))
+    for _ in range(100):
+        for _ in range(10):
+            engine.submit(a_request([*cached, 50], 1))
+        if any(output.request_id == "long" for output in engine.step()):
+            return
+    pytest.fail("the long prompt is not done")
+
+
 def test_an_urgent_request_starts_though_decodes_fill_the_chunk() -> None:
     engine = an_engine(num_pages=600, config=SchedConfig(chunk_tokens=4))
     for i in range(4):

@@ -207,7 +207,7 @@ class Endings:
             self.end(sequence, FinishReason.ERROR, fault)
 
     def _wait_again(self, sequence: Sequence) -> None:
-        sequence.state = SeqState.WAITING
+        sequence.state, sequence.is_light = SeqState.WAITING, False
         if sequence.history is not None:
             sequence.history.wait_again()
         self.wait(sequence)

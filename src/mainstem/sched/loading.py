@@ -85,7 +85,7 @@ class Loader:
             return None
         history, page_size = self.history(found), self._store.page_size
         if not self.may_load(found):
-            history.is_loaded = False
+            history.is_loaded = sequence.is_light = False
             return None
         if found.stored is not None:
             return self._load_state(found, found.stored, tokens_ahead)

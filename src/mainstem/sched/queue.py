@@ -20,7 +20,7 @@ from mainstem.sched.sequence import SeqState, Sequence, urgency
 OVERTAKEN = 64  # a sequence that arrived this many places earlier is not overtaken
 LOOK_AHEAD = 64  # up to 64 parked and 64 queued sequences: the device evicts their pages last
 LAST = 2  # rank of a request at fault: it does not start again
-LIGHT = 4  # a loaded prompt overtakes only if at most 1/4 of its tokens are left to compute
+LIGHT = 4  # a prompt is light if at most 1/4 of its tokens are left to compute
 
 # a page that is computed or loaded, a cut that is being chosen, logprobs that another computes
 Awaited = PageKey | Weighing | PromptLogprobs
@@ -78,8 +78,9 @@ class WaitingQueue:
     a request is at fault and no other step has succeeded since, suspects go last, because other
     sequences can show that steps still succeed.
 
-    A sequence whose history is loaded overtakes some sequences that compute theirs: it delays them
-    only by its few new tokens, and would otherwise wait for all their tokens.
+    A sequence whose tokens are cached or loaded but for a few overtakes some that compute theirs,
+    also prompts in progress: it delays them only by its few new tokens, and would otherwise wait
+    for all their tokens.
     """
 
     def __init__(self) -> None:
@@ -116,14 +117,16 @@ class WaitingQueue:
         if sequence.request.request_id in self.at_fault:
             rank = LAST
         priority, arrival = urgency(sequence)
-        turn, history = arrival, sequence.history
-        if history is not None and history.is_loaded and history.num_to_compute is not None:
-            is_light = LIGHT * history.num_to_compute <= len(sequence.request.prompt_ids)
-            turn = arrival - OVERTAKEN if is_light else arrival
+        turn = arrival - OVERTAKEN if sequence.is_light else arrival
         return (rank, priority, turn, arrival, sequence)
 
-    def move_up(self, sequence: Sequence) -> None:
-        """Move one of the `first` sequences to its new place, because a load was started for it."""
+    def move_up(self, sequence: Sequence, num_to_compute: int) -> None:
+        """Let one of the `first` sequences overtake if only `num_to_compute` of its tokens are left
+        to compute and that is few, because the others are cached, or a load was started for
+        them."""
+        if LIGHT * num_to_compute > len(sequence.request.prompt_ids):
+            return
+        sequence.is_light = True
         heap = self._heap
         index = next(i for i, entry in enumerate(heap) if entry[-1] is sequence)
         heap[index] = self._entry(sequence)
@@ -137,6 +140,14 @@ class WaitingQueue:
             heapq.heappop(self._heap)
             self._num_dead -= 1
         return self._heap[0][-1] if self._heap and self._heap[0][0] != LAST else None
+
+    def starts_before(self, sequence: Sequence, started: Sequence) -> bool:
+        """Whether a waiting sequence starts before a prompt in progress goes on."""
+        rank, arrival = urgency(started)
+        priority, turn = urgency(sequence)
+        if priority == rank and sequence.is_light:
+            return turn - OVERTAKEN < arrival
+        return priority < rank
 
     def first(self, count: int) -> list[Sequence]:
         """About the next `count` sequences to start; fewer, up to a half, if some of them were

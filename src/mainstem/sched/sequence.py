@@ -44,6 +44,7 @@ class Sequence:
     form: AnswerForm | None = None
     prompt_logprobs: PromptLogprobs | None = None  # only the first answer has them
     history: StoredHistory | None = None
+    is_light: bool = False  # it overtakes others, since few of its tokens are left to compute
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # used while waiting

@@ -26,7 +26,7 @@ from mainstem.sched.batching import Chunk, PageCopy, PageMove, StepWork
 from mainstem.sched.loading import Loader
 from mainstem.sched.origins import NOTHING_MOVABLE, MovablePages
 from mainstem.sched.prompt_logprobs import Collectors
-from mainstem.sched.queue import Candidate
+from mainstem.sched.queue import OVERTAKEN, Candidate
 from mainstem.sched.retry import Retry
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
@@ -159,8 +159,11 @@ class Starter:
         if self._windows is not None and len(self._queue):
             self._windows.forecast(self._running.slots, self._running.tree)
         self._load_ahead()
-        for sequence in self._running.unfinished():
-            self._start_waiting(work, before=sequence.request.priority)
+        unfinished = self._running.unfinished()
+        if unfinished:
+            self._let_cached_overtake(unfinished[0])
+        for sequence in unfinished:
+            self._start_waiting(work, before=sequence)
             if work.budget <= 0:
                 break
             assert sequence.slot is not None
@@ -169,11 +172,28 @@ class Starter:
             work.add(chunk)
         self._start_waiting(work, before=None)
 
-    def _start_waiting(self, work: StepWork, before: int | None) -> None:
-        """Start sequences from the queue, or only those more urgent than `before`."""
+    def _let_cached_overtake(self, started: Sequence) -> None:
+        """Let waiting prompts overtake `started` if few of their tokens are left to compute."""
+        num_looked_up = 0
+        for sequence in self._queue.first(OVERTAKEN):
+            is_planned = sequence.request.plan_place is not None
+            if is_planned or num_looked_up >= LOOK_UP_PAGES or len(self._running) == self._max_seqs:
+                return
+            if sequence.is_light or sequence.request.priority > started.request.priority:
+                continue
+            num_looked_up += sequence.num_named_pages
+            found = self._look_up(sequence)
+            if found.awaited is None:
+                num_cached = len(found.match.pages) * self._page_size
+                self._queue.move_up(sequence, found.num_known - num_cached)
+
+    def _start_waiting(self, work: StepWork, before: Sequence | None) -> None:
+        """Start sequences from the queue, or only those that start before `before` goes on."""
         while work.budget > 0 and self._num_parked_pages < LOOK_UP_PAGES:
             sequence = self._queue.head()
-            if sequence is None or (before is not None and sequence.request.priority >= before):
+            if sequence is None:
+                return
+            if before is not None and not self._queue.starts_before(sequence, before):
                 return
             if len(self._running) == self._max_seqs or not self._retry.may_join(sequence):
                 return
@@ -455,7 +475,7 @@ class Starter:
                     available = self._store.num_available()
                     history.num_to_compute = num_tokens
                     history.num_loaded_pages = found.num_pages_to_load
-                    self._queue.move_up(sequence)
+                    self._queue.move_up(sequence, num_tokens)
                 elif history.asked is None and not is_open:
                     history.num_to_compute = num_tokens
             elif history.is_loaded:
