@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.config import CacheConfig, EngineConfig, KvDType, ModelConfig, SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus, SequencePreempted
 from mainstem.core.ids import RequestId
@@ -16,7 +16,7 @@ from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.kv.store import KVStore
 from mainstem.runner.cpu_load import load_cpu_runner
-from mainstem.runner.gpu_rounded import OpenPlaces, num_open_places
+from mainstem.runner.gpu_rounded import OpenPlaces, RoundedGpuPages, num_open_places
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB, a_request
 from tests.fakes import FakeRunner
@@ -98,6 +98,25 @@ def test_moved_pages_and_masses_are_those_of_the_cpu() -> None:
         found.append([(0, np.array(result.prompt_logprobs[0].top_logprobs))])
     assert np.allclose(masses[0], masses[1], rtol=1e-3)
     assert distance([found[0]], [found[1]]) < NEAR
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "Gemma3ForCausalLM"])
+def test_open_places_are_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Two for each sequence, and those of pages that one step fills."""
+    from mainstem.runner import gpu_load  # noqa: PLC0415  # needs the interpreter
+
+    monkeypatch.setattr(gpu_load, "_free_bytes", lambda *_: 40_000_000)
+    config = replace(small(a_config()), cache=CacheConfig(kv_dtype=KvDType.FP8))
+    origin = RecipeOrigin(RECIPES[name])
+    runner, facts = gpu_load.load_gpu_runner(origin, config, torch.device("cpu"))
+    assert isinstance(runner.pages, RoundedGpuPages)
+    opened = sum(tensor.nbytes for tensor in runner.pages.opened.tensors)
+    assert facts.num_open_pages is not None
+    places = num_open_places(facts.num_open_pages, 40, facts.page_size)
+    assert opened == places * facts.open_page_bytes
+    used = opened + sum(tensor.nbytes for tensor in runner.pages.tensors)
+    assert 0.998 < used / 40_000_000 <= 1
 
 
 @interpreted
