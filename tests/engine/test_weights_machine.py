@@ -172,7 +172,7 @@ class Run:
         for tags in ({Tag.WEIGHTS}, {Tag.KV_CACHE}):
             awake = self.engine.wake(frozenset(tags))
             self.step_until(awake.done)
-        if not self.engine.is_answering:  # the weights came from tensors, and were dropped
+        if self.engine.refusal is not None:  # the weights came from tensors, and were dropped
             change(self.engine, FolderUpdate(self.world.root / self.folder))
             self.world.versions[self.engine.weights_version] = self.folder
 

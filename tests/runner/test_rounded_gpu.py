@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.config import CacheConfig, EngineConfig, KvDType, ModelConfig, SchedConfig
 from mainstem.core.errors import ConfigError
-from mainstem.core.events import EventBus
-from mainstem.core.step import PageWeighing, Runner
+from mainstem.core.events import EventBus, SequencePreempted
+from mainstem.core.ids import RequestId
+from mainstem.core.step import PageWeighing, Runner, Step
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
+from mainstem.kv.store import KVStore
 from mainstem.runner.cpu_load import load_cpu_runner
-from mainstem.runner.gpu_rounded import OpenPlaces, num_open_places
+from mainstem.runner.gpu_rounded import OpenPlaces, RoundedGpuPages, num_open_places
+from mainstem.sched.scheduler import Scheduler
+from tests.builders import VOCAB, a_request
+from tests.fakes import FakeRunner
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 from tests.runner.steps import Seq, Work, a_step, run
 from tests.runner.test_rounded_pages import Answer, ask, distance, rounded
@@ -96,6 +101,25 @@ def test_moved_pages_and_masses_are_those_of_the_cpu() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "Gemma3ForCausalLM"])
+def test_open_places_are_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Two for each sequence, and those of pages that one step fills."""
+    from mainstem.runner import gpu_load  # noqa: PLC0415  # needs the interpreter
+
+    monkeypatch.setattr(gpu_load, "_free_bytes", lambda *_: 40_000_000)
+    config = replace(small(a_config()), cache=CacheConfig(kv_dtype=KvDType.FP8))
+    origin = RecipeOrigin(RECIPES[name])
+    runner, facts = gpu_load.load_gpu_runner(origin, config, torch.device("cpu"))
+    assert isinstance(runner.pages, RoundedGpuPages)
+    opened = sum(tensor.nbytes for tensor in runner.pages.opened.tensors)
+    assert facts.num_open_pages is not None
+    places = num_open_places(facts.num_open_pages, 40, facts.page_size)
+    assert opened == places * facts.open_page_bytes
+    used = opened + sum(tensor.nbytes for tensor in runner.pages.tensors)
+    assert 0.998 < used / 40_000_000 <= 1
+
+
+@interpreted
 def test_deterministic_is_refused() -> None:
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
@@ -141,3 +165,63 @@ def test_a_page_keeps_its_open_place_until_it_is_full() -> None:
         held = {page: place for page, place in held.items() if page not in full}
         for work in works:
             work.seq.num_done += work.num_tokens
+
+
+class Places:
+    """Follows the open places of an engine's steps, in the order of their launches."""
+
+    def __init__(self, num_seqs: int, max_tokens: int, page_size: int) -> None:
+        self._size = page_size
+        self._places = OpenPlaces(num_seqs, max_tokens, page_size)
+        # which token slot of the pool is in each slot of the open places
+        self._holds = np.full(self._places.num_places * page_size, -1, np.int64)
+
+    def launch(self, step: Step) -> None:
+        writes = self._places.assign(step)
+        self._holds[writes.slots] = step.write_slots
+        for new, slot in zip(writes.slots.tolist(), step.write_slots.tolist(), strict=True):
+            own = np.arange(slot % self._size + 1)
+            place, page = new // self._size * self._size, slot // self._size * self._size
+            assert (self._holds[place + own] == page + own).all(), "its own page is not there"
+
+
+@pytest.mark.parametrize("num_pages", [200, 20])
+def test_open_pages_last_while_steps_overlap(num_pages: int) -> None:
+    """Answers end by stop tokens, are aborted, or preempted for want of pages, and steps fail,
+    while another step is in flight; others start in their place."""
+    size, num_seqs, most, bus = 4, 3, 24, EventBus()
+    store = KVStore(num_pages, size, b"fake", bus, has_whole_pages=True)
+    sched = SchedConfig(chunk_tokens=most, max_seqs=num_seqs)
+    scheduler = Scheduler(sched, store, VOCAB, 10_000, bus, max_step_tokens=most)
+    runner = FakeRunner(num_pages, size, VOCAB, can_overlap=True)
+    engine = Engine(scheduler, runner, bus)
+    places = Places(num_seqs, most, size)
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(3, VOCAB, int(rng.integers(1, 22))).tolist() for _ in range(40)]
+    wrong: list[Exception] = []
+    preempted: list[SequencePreempted] = []
+    bus.subscribe(SequencePreempted, preempted.append)
+
+    def launch(step: Step) -> None:
+        try:
+            places.launch(step)
+        except Exception as error:
+            wrong.append(error)
+            raise
+        if step.step_id % 41 == 40:
+            raise RuntimeError("a failed step")
+
+    runner.at_launch = launch
+    stops = tuple(range(8))
+    for number, prompt in enumerate(prompts):
+        engine.submit(a_request(prompt, 24, f"{number}", eos_ids=stops))
+    for number in range(2000):
+        if not engine.has_work:
+            break
+        if number % 5 == 0:
+            engine.abort(RequestId(f"{rng.integers(40)}"))
+        engine.step()
+        assert not wrong
+        engine.check()
+    assert not engine.has_work
+    assert preempted

@@ -36,6 +36,7 @@ from mainstem.engine.engine import Engine
 from mainstem.kernels.memory.cpu import turn_keys
 from mainstem.kernels.memory.record_size import record_bytes
 from mainstem.kernels.memory.records import MOST, expand_pages, round_pages
+from mainstem.runner import cpu_load
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
@@ -210,9 +211,36 @@ def test_the_same_memory_holds_nearly_twice_the_tokens() -> None:
     config = replace(a_config(DType.BF16), cache=CacheConfig(kv_tokens=1 << 16))
     origin = RecipeOrigin(RECIPES["GraniteForCausalLM"])
     (_, plain), (_, facts) = (load_cpu_runner(origin, each) for each in (config, rounded(config)))
-    assert facts.num_open_pages == facts.num_pages // 64
+    assert facts.num_open_pages is not None
     used = facts.num_pages * facts.page_bytes + facts.num_open_pages * facts.open_page_bytes
     assert plain.num_pages * plain.page_bytes / used > 1.9
+
+
+@pytest.mark.parametrize("expected", [None, 256, 4096])
+@pytest.mark.parametrize("max_seqs", [None, 50, 1000])
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "Gemma3ForCausalLM"])
+def test_open_pages_are_a_part_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, name: str, max_seqs: int | None, expected: int | None
+) -> None:
+    """Also if pages have windowed parts, so that there are more of the others. The number follows
+    the length of a sequence, and is never more than was asked for."""
+    monkeypatch.setattr(cpu_load, "available_bytes", lambda: 50_000_000)
+    cache = CacheConfig(memory_share=0.4, expected_tokens=expected)
+    config = replace(a_config(DType.BF16), cache=cache, sched=SchedConfig(max_seqs=max_seqs))
+    _, facts = load_cpu_runner(RecipeOrigin(RECIPES[name]), rounded(config))
+    num_open = facts.num_open_pages
+    assert num_open is not None
+    kv = facts.num_pages * (facts.page_bytes - facts.part_bytes)
+    kv += (facts.num_parts + 1) * facts.part_bytes if facts.num_parts else 0
+    opened = num_open * facts.open_page_bytes
+    assert 0.998 < (kv + opened) / 20_000_000 <= 1
+    if expected is not None and num_open != max_seqs:
+        length = min(expected, facts.max_model_len)
+        assert num_open == pytest.approx(facts.num_pages * facts.page_size / length, rel=0.05)
+    elif max_seqs is None:
+        assert opened == pytest.approx(20_000_000 / 32, rel=0.03)
+    else:
+        assert num_open == max_seqs or opened == pytest.approx(20_000_000 / 4, rel=0.03)
 
 
 def test_records_keep_numbers_to_a_sixteenth() -> None:

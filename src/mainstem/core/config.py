@@ -175,9 +175,11 @@ class CacheConfig:
     kv_tokens: int | None = setting(None, "tokens of KV on the device", unset="from free memory")
     expected_tokens: int | None = setting(
         None,
-        "length of a sequence to expect: if only some layers have a window, memory is divided "
-        "between pages and their windowed parts for it",
-        unset="the context window, at most 8,192",
+        "length of a sequence to expect: memory is divided for it between pages and their windowed "
+        "parts, if only some layers have a window, and the open pages of kv_dtype=fp8, which limit "
+        "the answers in progress",
+        unset="the context window, at most 8,192; open pages take 1/32 of the memory, or with "
+        "max_seqs up to 1/4",
         range=at_least(1),
     )
     states: int | None = setting(

@@ -230,9 +230,9 @@ class Engine:
             self._fault = None
 
     @property
-    def is_answering(self) -> bool:
-        """Whether requests are accepted."""
-        return self._fault is None
+    def refusal(self) -> InvalidRequest | None:
+        """Why no request is accepted; None: they are."""
+        return self._fault
 
     @property
     def is_asleep(self) -> bool:

@@ -22,9 +22,9 @@ from mainstem.models.quantized.kv_scales import KvScales
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
-from mainstem.runner.division import Division, KvCosts, divide
+from mainstem.runner.division import Division, KvCosts, divide, open_pages
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.kv_form import ROUNDED_BYTES, open_pages, rounds_pages
+from mainstem.runner.kv_form import ROUNDED_BYTES, rounds_pages
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
@@ -135,16 +135,20 @@ def _divide(
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     budget -= state_memory
     left = available_bytes()  # before any rank allocates pages
-    open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size if is_rounded else 0
-    budget -= open_pages(sched.max_seqs, budget // page_bytes) * open_bytes
-    kv = divide(costs, cache, budget, context, sched.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    chunk_tokens = sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    kv = divide(costs, cache, budget, context, chunk_tokens)
+    num_open = open_bytes = 0
+    if is_rounded:
+        open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size
+        num_open = open_pages(kv, cache, context, sched.max_seqs, open_bytes)
+        num_open = smallest(num_open, ranks, device)
+        kv = divide(costs, cache, budget - num_open * open_bytes, context, chunk_tokens)
     most_parts = kv.num_parts if num_parts is None else num_parts
     kv = replace(
         kv,
         num_pages=smallest(kv.num_pages, ranks, device),
         num_parts=smallest(most_parts, ranks, device),
     )
-    num_open = open_pages(sched.max_seqs, kv.num_pages)
     needed = kv.num_bytes + state_memory + num_open * open_bytes
     cache.check_fits(ranks.shard.of * needed, left)
     return _Memory(kv, page_bytes, num_states, per_state, num_open, open_bytes)

@@ -22,6 +22,10 @@ EXPECTED_TOKENS = 8192  # at most, unless the config says so
 # tokens of windowed parts that each sequence has for kept windows and chunks: a quarter of the
 # window, but at least these
 LEAST_SHARE = 256
+# If full pages are rounded, open pages take this part of the memory at most, unless the config says
+# what to expect: of a sequence's length, or of the number of sequences
+OPEN_SHARE, SET_OPEN_SHARE = 32, 4
+LEAST_OPEN, MOST_OPEN = 8, 1024  # sequences that have open pages, if memory and max_seqs allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,21 @@ def divide(
     if num_parts >= num_pages:
         return whole
     return Division(num_pages, page_bytes, num_parts, part_bytes, window)
+
+
+def open_pages(
+    memory: Division, cache: CacheConfig, context: int, max_seqs: int | None, open_bytes: int
+) -> int:
+    """How many sequences have open pages, of `open_bytes` each: as many as fit into `memory`,
+    which has none yet, if each has `cache.expected_tokens`; otherwise the share above."""
+    if cache.expected_tokens is None:
+        share = OPEN_SHARE if max_seqs is None else SET_OPEN_SHARE
+        num_fit = memory.num_bytes // (share * open_bytes)
+    else:
+        pages_each = _pages(min(context, cache.expected_tokens), cache.page_size)
+        seq_bytes = memory.num_bytes * pages_each // memory.num_pages + open_bytes
+        num_fit = memory.num_bytes // seq_bytes
+    return min(max(num_fit, LEAST_OPEN), max_seqs or MOST_OPEN, memory.num_pages)
 
 
 def _num_halves(spec: ModelSpec, layers: Iterable[AttentionSpec]) -> int:

@@ -14,7 +14,7 @@ from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
-from mainstem.runner.division import Division, KvCosts, divide
+from mainstem.runner.division import Division, KvCosts, divide, open_pages
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
@@ -22,7 +22,7 @@ from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.gpu_rounded import OpenPlaces, RoundedGpuPages, num_open_places
 from mainstem.runner.gpu_weights import GpuParts
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
-from mainstem.runner.kv_form import ROUNDED_BYTES, open_pages, rounds_pages
+from mainstem.runner.kv_form import ROUNDED_BYTES, rounds_pages
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
 from mainstem.runner.rounded_pages import ROUNDED_LAYOUT
@@ -95,10 +95,17 @@ def load_gpu_runner(
     )
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     free_bytes -= state_memory
-    open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size if is_rounded else 0
-    num_open = _num_open(config, cache.num_pages(free_bytes, page_bytes))
-    num_places = num_open_places(num_open, max_tokens, cache.page_size)
-    free_bytes -= num_places * open_bytes
+    num_open = num_places = open_bytes = 0
+    if is_rounded:
+        open_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size
+        step_bytes = num_open_places(0, max_tokens, cache.page_size) * open_bytes
+        memory = divide(costs, cache, free_bytes - step_bytes, context, max_tokens)
+        # of each sequence, which has two open places (gpu_rounded.py)
+        num_open = smallest(
+            open_pages(memory, cache, context, config.sched.max_seqs, 2 * open_bytes), ranks, device
+        )
+        num_places = num_open_places(num_open, max_tokens, cache.page_size)
+        free_bytes -= num_places * open_bytes
     kv = divide(costs, cache, free_bytes, context, max_tokens)
     if num_parts is not None:
         kv = replace(kv, num_parts=num_parts)
@@ -110,7 +117,6 @@ def load_gpu_runner(
     if device.type == "cuda":
         needed = kv.num_bytes + state_memory + num_places * open_bytes
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
-    num_open = _num_open(config, kv.num_pages)  # not more, and the same on all ranks
     open_places = OpenPlaces(num_open, max_tokens, cache.page_size) if is_rounded else None
     pages = _make_pages(part, kv, cache.page_size, dtype, device, open_places)
     attention = GpuAttention(
@@ -187,11 +193,6 @@ def _make_pages(  # the sizes
     return RoundedGpuPages(
         part, kv.num_pages, page_size, dtype, device, kv.num_parts, num_open=num_open
     )
-
-
-def _num_open(config: EngineConfig, num_pages: int) -> int:
-    """How many sequences have an open page. Each has two open places (gpu_rounded.py)."""
-    return open_pages(config.sched.max_seqs, num_pages // 2)
 
 
 def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:

@@ -5,10 +5,6 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.spec import ModelSpec
 
 ROUNDED_BYTES = 1  # of a number in a rounded page
-# Sequences that run at once have an open page each, in the compute dtype. Unless max_seqs is set,
-# there is one for this many pages: they take 3 % of the memory.
-PAGES_PER_OPEN = 64
-LEAST_OPEN, MOST_OPEN = 8, 1024
 
 
 def rounds_pages(cache: CacheConfig, spec: ModelSpec, dtype: DType) -> bool:
@@ -29,10 +25,3 @@ def rounds_pages(cache: CacheConfig, spec: ModelSpec, dtype: DType) -> bool:
             "kv_dtype=auto"
         )
     return wanted is KvDType.FP8
-
-
-def open_pages(max_seqs: int | None, num_pages: int) -> int:
-    """How many sequences have an open page."""
-    if max_seqs is not None:
-        return min(max_seqs, num_pages)
-    return min(max(num_pages // PAGES_PER_OPEN, LEAST_OPEN), MOST_OPEN, num_pages)

@@ -96,6 +96,12 @@ class RunningSet:
         return len(self.slots)
 
     @property
+    def num_slots(self) -> int:
+        """The number of slots in use, also by the step in flight alone. Slots are numbered from 0,
+        and no number is as large as the largest count so far."""
+        return self.table.num_used
+
+    @property
     def is_settled(self) -> bool:
         """Whether no step is in flight, and every slot of an ended sequence is free."""
         return self.in_flight is None and not self._leaving

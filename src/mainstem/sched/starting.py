@@ -131,8 +131,8 @@ class Starter:
         bus: EventBus,
         max_seqs: int | None,
     ) -> None:
-        """`max_seqs` is the maximum number of sequences that run at once; None: as many as fit into
-        memory."""
+        """`max_seqs` is the maximum number of slots, which the runner may have memory for; None: as
+        many as fit into memory."""
         self._max_seqs = max_seqs
         self._running = running
         self._queue = running.queue
@@ -195,7 +195,7 @@ class Starter:
                 return
             if before is not None and not self._queue.starts_before(sequence, before):
                 return
-            if len(self._running) == self._max_seqs or not self._retry.may_join(sequence):
+            if self._running.num_slots == self._max_seqs or not self._retry.may_join(sequence):
                 return
             slot = self._try_start(sequence, work)
             if slot is None:

@@ -21,11 +21,11 @@ from mainstem.batch.job import seeded
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow, WindowPlanner
 from mainstem.batch.rows import Row, answer_row, error_row, score_row
 from mainstem.batch.windows import Failure, RowReader, WindowReader
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import EngineAsleep, InvalidRequest, WeightsLost
 from mainstem.core.ids import RequestId
 from mainstem.core.json import Json
 from mainstem.core.plan import Int32s
-from mainstem.core.request import Request
+from mainstem.core.request import FinishReason, Request
 from mainstem.plan.planner import PlanConfig
 from mainstem.server.apps import AppFiller
 from mainstem.server.http.auth import Tenant
@@ -33,7 +33,7 @@ from mainstem.server.http.limits import RequestGate
 from mainstem.server.kept.batch_results import make_results
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
-from mainstem.server.link.answering import EngineFault, FormFault, RequestFault
+from mainstem.server.link.answering import AbortFault, EngineFault, FormFault, RequestFault
 from mainstem.server.link.engine_client import EngineClient, EngineState
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
@@ -249,7 +249,7 @@ class BatchRunner:
         num_new = min(self._num_since, self._num_open)  # some of them may have ended already
         has_room = snapshot.num_waiting + num_new < MAX_WAITING
         is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
-        is_running = self._engine.state is EngineState.RUNNING
+        is_running = self._engine.state is EngineState.RUNNING and not self._engine.is_asleep
         return has_room and self._num_open < MAX_ROWS and not is_busy and is_running
 
     def note_row(self, change: int) -> None:
@@ -280,8 +280,8 @@ class BatchRunner:
         self._batches.note(counted)
 
     async def answer(self, batch: Batch, row: Row, ids: Int32s, salt: bytes) -> Json:
-        """Return the output line of a row; raises WireError. Waits while there is no engine, and
-        tries again if the engine fails."""
+        """Return the output line of a row; raises WireError. Waits while there is no engine, or it
+        sleeps, and tries again if the engine fails or has aborted the answer."""
         call = row.call
         if row.url != batch.endpoint:
             message = f"url: is {row.url}, but the batch is for {batch.endpoint}"
@@ -296,7 +296,8 @@ class BatchRunner:
                 priority=PRIORITY + max(-PRIORITY // 2, min(call.priority, PRIORITY)),
                 rendering=call.rendering(ids, self._engine.tokenizer),
             )
-            for _ in range(MAX_TRIES):
+            num_failed = 0
+            while num_failed < MAX_TRIES:
                 await self._engine.running()  # waits without a limit
                 try:
                     if row.choices:
@@ -306,8 +307,11 @@ class BatchRunner:
                     raise WireError("form_limit_reached", str(fault), "response_format") from None
                 except RequestFault as fault:
                     raise WireError("engine_failed", str(fault)) from None
+                except (EngineAsleep, WeightsLost, AbortFault):
+                    pass  # the row is not at fault, and waits without a limit
                 except EngineFault:
-                    await asyncio.sleep(RETRY_S)
+                    num_failed += 1
+                await asyncio.sleep(RETRY_S)
         except InvalidRequest as error:
             raise from_invalid(error) from None
         raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times on this row")
@@ -341,6 +345,8 @@ class BatchRunner:
         try:
             async for news in answering:
                 for _, output in news:
+                    if output.finish_reason is FinishReason.ABORT:
+                        raise AbortFault
                     answers.add(output)
         finally:
             self._engine.abandon(answering)

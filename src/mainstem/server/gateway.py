@@ -301,6 +301,9 @@ class Gateway:
             except EngineFault as fault:
                 exchange.state = RequestState.FAILED
                 raise from_fault(fault) from None
+            except InvalidRequest as error:  # it waited for a change of the engine
+                exchange.state = RequestState.FAILED
+                raise from_invalid(error) from None
             exchange.state = RequestState.FINISHED
         return Response(whole, media_type="application/json")
 
@@ -442,6 +445,8 @@ class Exchange:
     def failure(self, error: Exception) -> ApiError:
         """The error for the client of a stream that cannot continue."""
         self.state = RequestState.FAILED
+        if isinstance(error, InvalidRequest):
+            return from_invalid(error)
         if not isinstance(error, EngineFault):
             log.error("a stream failed", exc_info=error)
             error = EngineFault("internal error")

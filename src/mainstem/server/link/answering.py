@@ -25,6 +25,13 @@ class FormFault(EngineFault):
     allowed next."""
 
 
+class AbortFault(EngineFault):
+    """The engine aborted the request, to change its weights or to sleep."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was aborted; send it again")
+
+
 Fault = EngineFault | InvalidRequest
 
 

@@ -21,13 +21,14 @@ import numpy as np
 
 from mainstem.core.errors import InvalidRequest, WeightsLost
 from mainstem.core.events import EventBus, StepFailed
-from mainstem.core.request import Output, Request
+from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s
 from mainstem.core.weights import BOTH_TAGS, Tag, UpdateMode
 from mainstem.server.link import protocol
 from mainstem.server.link.answering import (
     SHUTTING_DOWN,
+    AbortFault,
     Answering,
     EngineFault,
     FormFault,
@@ -307,6 +308,10 @@ class EngineClient:
         return len(tokens) // 3
 
     def _read(self, opened: OpenRequest, output: Output, now_s: float) -> None:
+        if output.finish_reason is FinishReason.ABORT and opened.request.scoring is not None:
+            self.abandon(opened.answering)  # a part of the logprobs is no score
+            opened.answering.fail(AbortFault())
+            return
         has_ended = output.finish_reason is not None
         try:
             if not opened.hear(output, now_s):

@@ -309,6 +309,12 @@ class EngineHost:
             opened = self._open.get(output.request_id)
             if opened is None:
                 continue  # the probe's own request
+            refusal = self._engine.refusal
+            if output.fault is not None and not output.is_form_fault and refusal is not None:
+                # it had to wait for a change, after which no request is accepted
+                self._report.refused.append(protocol.Refused.of(opened.number, refusal))
+                self._note_end(opened, output)
+                continue
             is_known = output.index in opened.begun
             if (
                 is_known
@@ -325,9 +331,13 @@ class EngineHost:
                 self._must_probe |= not output.is_form_fault
                 self._engine.abort(output.request_id)  # ends its other answers
             if output.finish_reason is not None:
-                opened.num_open -= 1
-                if opened.num_open == 0:
-                    del self._open[output.request_id], self._ids[opened.number]
+                self._note_end(opened, output)
+
+    def _note_end(self, opened: _Submitted, output: Output) -> None:
+        """An answer has ended."""
+        opened.num_open -= 1
+        if opened.num_open == 0:
+            del self._open[output.request_id], self._ids[opened.number]
 
     def _note_event(self, event: Event) -> None:
         if isinstance(event, SequenceAdmitted):
@@ -372,7 +382,7 @@ class EngineHost:
         """Check that the engine still answers, by a request of one token. If that fails, the engine
         is broken, and the requests were not at fault."""
         self._must_probe = False
-        if not self._engine.is_answering:
+        if self._engine.refusal is not None:
             return
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self._engine.submit(Request(PROBE, np.zeros(1, np.int32), sampling))
