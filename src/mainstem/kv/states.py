@@ -36,7 +36,8 @@ PLAN_SHARE = 16  # evictions are planned for 1/16 of all slots: one costs as muc
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """A position in a chain: after `tail`, which follows the page with the key `parent`."""
+    """A position in a chain: after `tail`, which follows the page with the key `parent`. Chains of
+    several tenants have the places up to the end of their public tokens in common."""
 
     parent: PageKey
     tail: bytes  # token ids; less than a page
@@ -48,16 +49,15 @@ class StatePlace:
         """The place after the first `num_tokens` tokens of a chain."""
         depth = num_tokens // chain.page_size
         tail = chain.token_ids[depth * chain.page_size : num_tokens]
-        return cls(chain.parent(depth), tail.tobytes(), chain, num_tokens)
+        return cls(chain.parent_of_rest(num_tokens), tail.tobytes(), chain, num_tokens)
 
     def is_before(self, other: "StatePlace") -> bool:
         """Whether the chain of `other` passes this place first."""
         if self.num_tokens >= other.num_tokens:
             return False
-        chain, depth = other.chain, self.num_tokens // self.chain.page_size
-        if chain.parent(depth) != self.parent:  # nearly always: `keep` asks for many others
-            return False
-        return StatePlace.of(chain, self.num_tokens) == self
+        if other.chain.parent_of_rest(self.num_tokens) != self.parent:
+            return False  # nearly always: `keep` asks for many others
+        return StatePlace.of(other.chain, self.num_tokens) == self
 
     def name(self) -> PageKey:
         """What sequences wait for: no page has this key."""
@@ -176,19 +176,30 @@ class StateStore:
         0 and NO_STATE if there is none."""
         page_size = chain.page_size
         for depth in range(num_tokens // page_size, -1, -1):
-            parent = chain.parent(depth)
-            tails = self._tails.get(parent)
-            if tails is None:
-                continue
-            first = depth * page_size
-            rest = chain.token_ids[first : min(num_tokens, first + page_size)].tobytes()
-            latest = list(tails)[-MAX_TRIED:]
-            fitting = [tail for tail in latest if rest.startswith(tail)]
-            if fitting:
-                tail = max(fitting, key=len)
-                num_found = first + len(tail) // chain.token_ids.itemsize
-                return num_found, tails[tail]
+            end = min(num_tokens, (depth + 1) * page_size)
+            found = self._find_after(chain.parent(depth), chain, depth, end)
+            if found is None and chain.branches:
+                end = min(end, max(chain.public_tokens, depth * page_size))
+                found = self._find_after(chain.parent_unbranched(depth), chain, depth, end)
+            if found is not None:
+                return found
         return 0, NO_STATE
+
+    def _find_after(
+        self, parent: PageKey, chain: PageChain, depth: int, end: int
+    ) -> tuple[int, int] | None:
+        """The deepest state that follows `parent` and a chain's tokens of page number `depth`, up
+        to token number `end`."""
+        if (tails := self._tails.get(parent)) is None:
+            return None
+        first = depth * chain.page_size
+        rest = chain.token_ids[first:end].tobytes()
+        latest = list(tails)[-MAX_TRIED:]
+        fitting = [tail for tail in latest if rest.startswith(tail)]
+        if not fitting:
+            return None
+        tail = max(fitting, key=len)
+        return first + len(tail) // chain.token_ids.itemsize, tails[tail]
 
     def adopt(self, slot: int) -> int:
         """Give a kept state, which nobody else uses, to the sequence that holds it."""
