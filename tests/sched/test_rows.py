@@ -240,3 +240,25 @@ def test_slots_that_folds_need_are_not_given_to_a_sequence_that_can_have_rows() 
     assert most_with_rows(runner.steps) == 4
     assert num_folds(runner.steps) == 1
     assert not preempted
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+@pytest.mark.parametrize("num_states", [100, 10])
+def test_turns_of_conversations_have_no_rows(has_sessions: bool, num_states: int) -> None:
+    """They begin with one prompt, but nobody shares what a turn continues from."""
+    rng, runner = np.random.default_rng(0), a_runner(num_states)
+    engine, stem = an_engine_with_rows(runner, num_states, 64), list(range(SHARED))
+    said = [[*stem, 90 + i, *rng.integers(0, VOCAB, 20).tolist()] for i in range(6)]
+    for turn in range(4):
+        num_steps = len(runner.steps)
+        requests = [
+            a_request(said[i], 6, name=f"{turn}-{i}", session=f"s{i}" if has_sessions else None)
+            for i in range(6)
+        ]
+        found = run_all(engine, requests)
+        for i in range(6):
+            answer = found.tokens[f"{turn}-{i}", 0]
+            assert answer == fake_answer(said[i], 6, VOCAB)
+            said[i] += answer + rng.integers(0, VOCAB, 20).tolist()
+        is_shared = turn == 0 and not has_sessions
+        assert num_with_rows(runner.steps[num_steps:]) == (5 if is_shared else 0)
