@@ -7,8 +7,9 @@ import pytest
 from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus, SequencePreempted
 from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
-from mainstem.core.step import Step
+from mainstem.core.step import StateUse, Step
 from mainstem.engine.engine import Engine
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer
@@ -262,3 +263,27 @@ def test_turns_of_conversations_have_no_rows(has_sessions: bool, num_states: int
             said[i] += answer + rng.integers(0, VOCAB, 20).tolist()
         is_shared = turn == 0 and not has_sessions
         assert num_with_rows(runner.steps[num_steps:]) == (5 if is_shared else 0)
+
+
+def test_reads_of_states_are_counted() -> None:
+    """Decodes: three siblings of state 3 and one of 5, a fold of 30 rows, one without rows. Then a
+    prompt with rows, and one that begins with its first token."""
+    reads, writes = np.array([(3, 3, 3, 5, 3, 7, 3, -1), (-1, -1, -1, -1, 8, 7, -1, 9)], np.int32)
+    rows, counts = np.array([(0, 1, 2, 3, 4, -1, 5, -1), (4, 0, 9, 2, 30, 0, 0, 0)], np.int32)
+    ends = np.arange(9, dtype=np.int32)
+    use = StateUse(reads, ends, writes, ends, rows, counts)
+    assert use.count_reads(num_decodes=6) == (5, 2, 30)
+    assert StateUse(reads, ends, writes, ends).count_reads(6) == (7, 0, 0)
+
+
+def test_counters_say_what_siblings_saved() -> None:
+    """The last of eight prompts starts in the step of the first decodes of the others."""
+    bus = EventBus()
+    counters, runner = Counters().attach(bus), a_runner(100)
+    engine = an_engine_with_rows(runner, 100, bus=bus)
+    check_answers(engine, prompts_of_groups(1, 8, (5, 12)), 30)
+    uses = [(step.states, step.num_decodes) for step in runner.steps]
+    reads = sum(int((use.reads >= 0).sum()) for use, _ in uses if use is not None)
+    assert counters.states_read + counters.states_saved == reads
+    assert counters.states_saved > 6 * 15  # of seven siblings, six; an own state comes later
+    assert counters.rows_folded == 7 * 32 - num_folds(runner.steps)
