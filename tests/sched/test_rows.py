@@ -287,3 +287,33 @@ def test_counters_say_what_siblings_saved() -> None:
     assert counters.states_read + counters.states_saved == reads
     assert counters.states_saved > 6 * 15  # of seven siblings, six; an own state comes later
     assert counters.rows_folded == 7 * 32 - num_folds(runner.steps)
+
+
+@pytest.mark.parametrize(("num_states", "num_short"), [(6, 2), (6, 1), (5, 1)])
+def test_a_turn_leaves_folds_the_slots_that_they_need(num_states: int, num_short: int) -> None:
+    """Three slots have what siblings read and keep. One has the state from which a turn continues,
+    and would read it for as long as it had rows. Two siblings fold while the others run."""
+    bus, preempted = EventBus(), list[SequencePreempted]()
+    bus.subscribe(SequencePreempted, preempted.append)
+    runner, stem = a_runner(num_states), list(range(4 * PAGE))
+    engine = an_engine_with_rows(runner, num_states, num_rows=16, bus=bus)
+    run_all(engine, [a_request([*stem, 60, 1], 2, keep_tokens=4 * PAGE)])
+    engine.pin("stem", [np.array(stem, np.int32)])
+    said = [*range(90, 0, -1)]
+    said += run_all(engine, [a_request(said, 3, name="turn", session="s")]).tokens["turn", 0]
+    engine.pin("said", [np.array(said, np.int32)])
+    asked = {f"long {i}": ([*stem, 90 + i, *range(8)], 30) for i in range(2)}
+    asked |= {f"short {i}": ([*stem, 80 + i], 14) for i in range(num_short)}
+    for name, (prompt, length) in asked.items():
+        engine.submit(a_request(prompt, length, name=name))
+    collector = Collector()
+    collector.add(engine.step())
+    assert most_with_rows(runner.steps[-1:]) == 2 + num_short
+    asked["next"] = [*said, 5], 9
+    engine.submit(a_request(*asked["next"], name="next", session="s"))
+    while engine.has_work:
+        collector.add(engine.step())
+        engine.check()
+    assert not preempted
+    for name, (prompt, length) in asked.items():
+        assert collector.tokens[name, 0] == fake_answer(prompt, length, VOCAB)

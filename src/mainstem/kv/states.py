@@ -133,11 +133,12 @@ class StateStore:
         """A sequence could have started otherwise, but has no slot."""
         self._num_refused += 1
 
-    def has_room(self, count: int = 1) -> bool:
-        """Whether `take` would return a slot, `count` times."""
+    def has_room(self, count: int = 1, besides: int = NO_STATE) -> bool:
+        """Whether `take` would return a slot, `count` times, and not the kept one `besides`."""
         if (missing := count - len(self._free)) <= 0:
             return True
-        unused = (slot for slot in self._slot_of.values() if not self._is_used(slot))
+        kept = self._slot_of.values()
+        unused = (slot for slot in kept if slot != besides and not self._is_used(slot))
         return sum(1 for _ in islice(unused, missing)) == missing
 
     def give_back(self, slot: int) -> None:
