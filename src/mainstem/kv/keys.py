@@ -121,12 +121,10 @@ class PageChain:
         return self.keys[depth - 1] if depth else self.root
 
     def parent_of_rest(self, num_tokens: int) -> PageKey:
-        """The key before those of the first `num_tokens` tokens that fill no page. A branch begins
-        after the tokens before it, and after public tokens: it is not mixed into these."""
+        """The key before those of the first `num_tokens` tokens that fill no page. If there are
+        none, no branch is mixed into it: a branch begins after these tokens."""
         depth, num_more = divmod(num_tokens, self.page_size)
-        if num_more and num_tokens > self.public_tokens:
-            return self.parent(depth)
-        return self.parent_unbranched(depth)
+        return self.parent(depth) if num_more else self.parent_unbranched(depth)
 
     def names(self) -> list[PageName]:
         """The names of all full pages."""

@@ -37,7 +37,7 @@ PLAN_SHARE = 16  # evictions are planned for 1/16 of all slots: one costs as muc
 @dataclass(frozen=True, slots=True)
 class StatePlace:
     """A position in a chain: after `tail`, which follows the page with the key `parent`. Chains of
-    several tenants have the places up to the end of their public tokens in common."""
+    several tenants have the places up to the end of their public pages in common."""
 
     parent: PageKey
     tail: bytes  # token ids; less than a page
@@ -177,30 +177,20 @@ class StateStore:
         0 and NO_STATE if there is none."""
         page_size = chain.page_size
         for depth in range(num_tokens // page_size, -1, -1):
-            end = min(num_tokens, (depth + 1) * page_size)
-            found = self._find_after(chain.parent(depth), chain, depth, end)
-            if found is None and chain.branches:
-                end = min(end, max(chain.public_tokens, depth * page_size))
-                found = self._find_after(chain.parent_unbranched(depth), chain, depth, end)
-            if found is not None:
-                return found
+            first = depth * page_size
+            if (tails := self._tails.get(chain.parent(depth))) is not None:
+                rest = chain.token_ids[first : min(num_tokens, first + page_size)].tobytes()
+                latest = list(tails)[-MAX_TRIED:]
+                fitting = [tail for tail in latest if rest.startswith(tail)]
+                if fitting:
+                    tail = max(fitting, key=len)
+                    num_found = first + len(tail) // chain.token_ids.itemsize
+                    return num_found, tails[tail]
+            if chain.branches:  # one may begin here: the state before it has no mark
+                tails = self._tails.get(chain.parent_unbranched(depth), {})
+                if b"" in tails:
+                    return first, tails[b""]
         return 0, NO_STATE
-
-    def _find_after(
-        self, parent: PageKey, chain: PageChain, depth: int, end: int
-    ) -> tuple[int, int] | None:
-        """The deepest state that follows `parent` and a chain's tokens of page number `depth`, up
-        to token number `end`."""
-        if (tails := self._tails.get(parent)) is None:
-            return None
-        first = depth * chain.page_size
-        rest = chain.token_ids[first:end].tobytes()
-        latest = list(tails)[-MAX_TRIED:]
-        fitting = [tail for tail in latest if rest.startswith(tail)]
-        if not fitting:
-            return None
-        tail = max(fitting, key=len)
-        return first + len(tail) // chain.token_ids.itemsize, tails[tail]
 
     def adopt(self, slot: int) -> int:
         """Give a kept state, which nobody else uses, to the sequence that holds it."""

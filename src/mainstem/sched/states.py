@@ -7,9 +7,9 @@
 
 A prompt is cut where a queued or running prompt parts from it, at boundaries that its request names
 (the ends of messages), at the end of pages that are public to all tenants, where it parts from a
-cached prompt, and at its last page. Cuts cost no
-step: a chunk is run in several segments, and the state after each is written to a slot of its own.
-Another sequence can read such a state only in a later step.
+cached prompt, and at its last page. Cuts cost no step: a chunk is run in several segments, and the
+state after each is written to a slot of its own. Another sequence can read such a state only in a
+later step.
 
 With tiers below the device (kv/stored_states.py), a prompt is also cut at the ends of the pages
 before these positions, since only states at the end of a page are stored. An answer passes such
@@ -103,9 +103,9 @@ class SequenceStates:
         if not num_more:
             return None
         first = depth * self._page_size
-        tokens, follower = chain.token_ids[first:num_tokens], self._store.loading_follower
-        public = chain.parent_of_rest(num_tokens)
-        return follower(chain.parent(depth), tokens) or follower(public, tokens)
+        return self._store.loading_follower(
+            chain.parent(depth), chain.token_ids[first : first + num_more]
+        )
 
     def _await_fork(self, found: Candidate, chain: PageChain, position: int) -> PageKey | None:
         """The state to wait for, because a prompt that is being computed will reach it and it is
