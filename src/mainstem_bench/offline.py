@@ -18,6 +18,7 @@ from mainstem.cli.flags import add_engine_flags
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError
+from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
@@ -165,7 +166,14 @@ def _speed(run: JobRun, job: OfflineJob, prompts: Prompts) -> dict[str, object]:
         "submit_s": round(run.submit_s, 3),
         "preemptions": counters.preemptions,
         "evicted_pages": counters.evicted_pages,
+        **_states(counters),
     }
+
+
+def _states(counters: Counters) -> dict[str, object]:
+    """What a model with recurrent layers read of its states."""
+    names = ("states_read", "states_saved", "rows_folded")
+    return {name: getattr(counters, name) for name in names} if counters.states_read else {}
 
 
 def _against_limit(

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 from mainstem.batch import windows
+from mainstem.batch.summary import Summary
 from mainstem.cli.batch import main
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.events import PagesLost, RequestSubmitted, StepFinished, StoreOpened
+from mainstem.core.metrics import Counters
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine
 from tests.builders import BEYOND
@@ -115,6 +118,13 @@ def test_the_summary_does_not_mention_an_undamaged_store(
     found = folder.run_with_summary()
     assert (found["store_fault"], found["lost_pages"]) == (None, {})
     assert "store" not in capsys.readouterr().err
+
+
+def test_the_summary_says_what_siblings_did_not_read_again() -> None:
+    counters = Counters(states_read=25, states_saved=75, rows_folded=4)
+    text = Summary("in", "out", "m", counters=counters).to_text()
+    assert re.search(r"reads of states saved +75 \(75.0%\)", text)
+    assert "states" not in Summary("in", "out", "m").to_text()
 
 
 # --- fields that rows leave out ------------------------------------------------------------------

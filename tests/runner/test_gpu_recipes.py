@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from mainstem.runner.cpu_load import load_cpu_runner
 from tests.builders import a_request, run_all
 from tests.models.ranks import Thread, run_ranks
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, can_split
+from tests.runner.recorded_graphs import Recorder
 from tests.runner.steps import num_folds, num_with_rows, record_steps
 from tests.runner.test_gpu import answers
 from tests.runner.window_parts import PartedRunner, anywhere
@@ -87,6 +89,46 @@ def test_siblings_with_rows_have_the_tokens_of_the_cpu(
     assert answers(join(runner, facts, config, EventBus()), given, greedy) == right
     assert num_with_rows(steps) == 2
     assert num_folds(steps) == 1
+
+
+@interpreted
+def test_graphs_with_rows_give_the_same_tokens_and_write_nothing_when_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captured again after a sleep, when the slots of the last step are somebody else's."""
+    from mainstem.runner import graphs  # noqa: PLC0415
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config = RecipeOrigin(RECIPES["GraniteMoeHybridForCausalLM"]), a_config()
+    greedy = replace(GREEDY, max_tokens=4)
+    sched = replace(config.sched, siblings=Siblings.ON)
+    config = replace(config, cache=replace(config.cache, states=8), sched=sched)
+    given, steps = [*prompts(), [*prompts()[0][:17], 7, *prompts()[1][4:17]]], list[Step]()
+    monkeypatch.setattr(states, "MOST_ROWS", 16)
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    right = answers(join(cpu_runner, facts, config, EventBus()), given, greedy)
+    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"))
+    assert runner.states is not None
+    captured: list[graphs.StepGraphs] = []
+
+    def capture() -> None:
+        for has_rows in (False, True):
+            recorded = Recorder(monkeypatch).wrap(partial(runner._pieces, has_rows=has_rows))
+            kinds, layers = runner._attention.kinds_of_steps[:1], origin.spec.page_layers
+            captured.append(graphs.StepGraphs((1, 4), kinds, recorded, layers, has_states=True))
+        runner._graphs, runner._row_graphs = captured[-2:]
+
+    with torch.inference_mode():
+        capture()
+    record_steps(runner, steps)
+    assert answers(join(runner, facts, config, EventBus()), given, greedy) == right
+    assert num_with_rows(steps) == 2
+    assert num_folds(steps) == 1
+    used = runner.states.pieces[: -runner.states.pages_per_state]
+    before = used.clone()
+    with torch.inference_mode():
+        capture()
+    assert torch.equal(used, before)
 
 
 @interpreted

@@ -190,14 +190,21 @@ def test_deterministic_models_have_no_rows() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 8])
-def test_graphs_of_any_size_can_run_before_the_first_step(size: int) -> None:
-    """They are captured then: a kernel that takes what the lists name must find nothing there."""
-    slots = DecodeStates(8, 24, torch.device("cpu"))
-    found = slots.segments(size, has_rows=True).rows
-    assert found is not None
-    assert found.sizes[:2].tolist() == [0, 0]
-    assert found.slots[:size].tolist() == [-1] * size
-    assert int(found.group_starts[0]) == 0
+def test_graphs_are_captured_over_padding_of_their_size(size: int) -> None:
+    """Also after steps: nothing of them is left, and no sequence is named after the last one."""
+    slots, numbers = DecodeStates(8, 24, torch.device("cpu")), np.arange(8, dtype=np.int32)
+    minus = np.full(8, -1, np.int32)
+    use = StateUse(numbers, numbers, minus, numbers, numbers, numbers)
+    slots.send(type("OnlyStates", (), {"states": use})(), 8)
+    slots.clear(size)
+    found = slots.segments(size, has_rows=True)
+    assert found.reads.tolist() == found.writes.tolist() == [24] * size
+    assert found.rows is not None
+    assert found.rows.slots[:size].tolist() == [-1] * size
+    assert found.rows.counts[:size].tolist() == [0] * size
+    assert found.rows.sizes[:2].tolist() == [0, size]
+    assert found.rows.writers[:size].tolist() == list(range(size))
+    assert int(found.rows.group_starts[0]) == 0
 
 
 def test_graphs_have_the_rows_of_their_step() -> None:

@@ -7,8 +7,9 @@ import pytest
 from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus, SequencePreempted
 from mainstem.core.ids import RequestId
+from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
-from mainstem.core.step import Step
+from mainstem.core.step import StateUse, Step
 from mainstem.engine.engine import Engine
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer
@@ -240,3 +241,79 @@ def test_slots_that_folds_need_are_not_given_to_a_sequence_that_can_have_rows() 
     assert most_with_rows(runner.steps) == 4
     assert num_folds(runner.steps) == 1
     assert not preempted
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+@pytest.mark.parametrize("num_states", [100, 10])
+def test_turns_of_conversations_have_no_rows(has_sessions: bool, num_states: int) -> None:
+    """They begin with one prompt, but nobody shares what a turn continues from."""
+    rng, runner = np.random.default_rng(0), a_runner(num_states)
+    engine, stem = an_engine_with_rows(runner, num_states, 64), list(range(SHARED))
+    said = [[*stem, 90 + i, *rng.integers(0, VOCAB, 20).tolist()] for i in range(6)]
+    for turn in range(4):
+        num_steps = len(runner.steps)
+        requests = [
+            a_request(said[i], 6, name=f"{turn}-{i}", session=f"s{i}" if has_sessions else None)
+            for i in range(6)
+        ]
+        found = run_all(engine, requests)
+        for i in range(6):
+            answer = found.tokens[f"{turn}-{i}", 0]
+            assert answer == fake_answer(said[i], 6, VOCAB)
+            said[i] += answer + rng.integers(0, VOCAB, 20).tolist()
+        is_shared = turn == 0 and not has_sessions
+        assert num_with_rows(runner.steps[num_steps:]) == (5 if is_shared else 0)
+
+
+def test_reads_of_states_are_counted() -> None:
+    """Decodes: three siblings of state 3 and one of 5, a fold of 30 rows, one without rows. Then a
+    prompt with rows, and one that begins with its first token."""
+    reads, writes = np.array([(3, 3, 3, 5, 3, 7, 3, -1), (-1, -1, -1, -1, 8, 7, -1, 9)], np.int32)
+    rows, counts = np.array([(0, 1, 2, 3, 4, -1, 5, -1), (4, 0, 9, 2, 30, 0, 0, 0)], np.int32)
+    ends = np.arange(9, dtype=np.int32)
+    use = StateUse(reads, ends, writes, ends, rows, counts)
+    assert use.count_reads(num_decodes=6) == (5, 2, 30)
+    assert StateUse(reads, ends, writes, ends).count_reads(6) == (7, 0, 0)
+
+
+def test_counters_say_what_siblings_saved() -> None:
+    """The last of eight prompts starts in the step of the first decodes of the others."""
+    bus = EventBus()
+    counters, runner = Counters().attach(bus), a_runner(100)
+    engine = an_engine_with_rows(runner, 100, bus=bus)
+    check_answers(engine, prompts_of_groups(1, 8, (5, 12)), 30)
+    uses = [(step.states, step.num_decodes) for step in runner.steps]
+    reads = sum(int((use.reads >= 0).sum()) for use, _ in uses if use is not None)
+    assert counters.states_read + counters.states_saved == reads
+    assert counters.states_saved > 6 * 15  # of seven siblings, six; an own state comes later
+    assert counters.rows_folded == 7 * 32 - num_folds(runner.steps)
+
+
+@pytest.mark.parametrize(("num_states", "num_short"), [(6, 2), (6, 1), (5, 1)])
+def test_a_turn_leaves_folds_the_slots_that_they_need(num_states: int, num_short: int) -> None:
+    """Three slots have what siblings read and keep. One has the state from which a turn continues,
+    and would read it for as long as it had rows. Two siblings fold while the others run."""
+    bus, preempted = EventBus(), list[SequencePreempted]()
+    bus.subscribe(SequencePreempted, preempted.append)
+    runner, stem = a_runner(num_states), list(range(4 * PAGE))
+    engine = an_engine_with_rows(runner, num_states, num_rows=16, bus=bus)
+    run_all(engine, [a_request([*stem, 60, 1], 2, keep_tokens=4 * PAGE)])
+    engine.pin("stem", [np.array(stem, np.int32)])
+    said = [*range(90, 0, -1)]
+    said += run_all(engine, [a_request(said, 3, name="turn", session="s")]).tokens["turn", 0]
+    engine.pin("said", [np.array(said, np.int32)])
+    asked = {f"long {i}": ([*stem, 90 + i, *range(8)], 30) for i in range(2)}
+    asked |= {f"short {i}": ([*stem, 80 + i], 14) for i in range(num_short)}
+    for name, (prompt, length) in asked.items():
+        engine.submit(a_request(prompt, length, name=name))
+    collector = Collector()
+    collector.add(engine.step())
+    assert most_with_rows(runner.steps[-1:]) == 2 + num_short
+    asked["next"] = [*said, 5], 9
+    engine.submit(a_request(*asked["next"], name="next", session="s"))
+    while engine.has_work:
+        collector.add(engine.step())
+        engine.check()
+    assert not preempted
+    for name, (prompt, length) in asked.items():
+        assert collector.tokens[name, 0] == fake_answer(prompt, length, VOCAB)

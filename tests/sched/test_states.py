@@ -1,5 +1,7 @@
 """States of recurrent layers are kept where prompts part, and sequences start exactly there."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -155,3 +157,44 @@ def test_few_states_limit_the_sequences_that_run_and_lose_no_answer(num_states: 
     prompts = [rng.integers(0, 3, rng.integers(20, 90)).tolist() for _ in range(20)]
     requests = [a_request(p, name=str(i), sampling=GREEDY) for i, p in enumerate(prompts)]
     starts(an_engine_with_states(num_states=num_states, chunk_tokens=64), requests)
+
+
+def of_tenants(public: int, prompt: list[int], names: str) -> list[Request]:
+    """One request of each tenant, which begin with the same public tokens and end differently."""
+    return [
+        replace(
+            a_request([*prompt, ord(name) - 90, *range(30)], name=name, sampling=GREEDY),
+            salt=name.encode(),
+            public_tokens=public,
+        )
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("public", "found_later"), [(160, 160), (166, 160)])
+def test_tenants_share_the_state_after_public_pages(public: int, found_later: int) -> None:
+    """A state inside a page has the name that the page has."""
+    prompt = np.random.default_rng(6).integers(0, VOCAB, public).tolist()
+    engine = an_engine_with_states()
+    found = [starts(engine, [request])[0] for request in of_tenants(public, prompt, "abc")]
+    assert found == [0, found_later, found_later]
+
+
+def test_tenants_who_come_at_once_share_the_state_after_public_pages() -> None:
+    prompt = np.random.default_rng(7).integers(0, VOCAB, 166).tolist()
+    assert starts(an_engine_with_states(), of_tenants(166, prompt, "abc")) == [0, 160, 160]
+
+
+@pytest.mark.parametrize("public", [160, 166])
+def test_tenants_start_from_the_state_of_an_app(public: int) -> None:
+    prompt = np.random.default_rng(8).integers(0, VOCAB, public).tolist()
+    engine = an_engine_with_states()
+    run_all(engine, [a_request(prompt, 1)])
+    assert starts(engine, of_tenants(public, prompt, "ab")) == [160, 160]
+
+
+def test_private_tokens_are_computed_for_each_tenant() -> None:
+    prompt = np.random.default_rng(9).integers(0, VOCAB, 166).tolist()
+    engine = an_engine_with_states()
+    found = [starts(engine, [request])[0] for request in of_tenants(0, prompt, "ab")]
+    assert found == [0, 0]

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -93,6 +94,7 @@ EXPORTED = {
         mainstem:device_seconds_total mainstem:engine_restarts_total mainstem:step_tokens
         mainstem:states mainstem:held_states mainstem:kept_states
         mainstem:evicted_states_total mainstem:refused_states_total
+        mainstem:states_read_total mainstem:states_saved_total mainstem:rows_folded_total
         mainstem:step_seconds mainstem:unfinished_prompts mainstem:unfinished_prompt_tokens
     """,
     ("finished_reason",): "vllm:request_success_total",
@@ -195,18 +197,22 @@ def test_steps_become_our_counters() -> None:
     metrics = ServerMetrics(bus)
     bus.publish(a_step())
     bus.publish(a_step(tokens=4, prompt_tokens=0, read_=90, seen=80))
+    bus.publish(replace(a_step(0, 0, 0, 0), states_read=3, states_saved=21, rows_folded=64))
     bus.publish(PagesEvicted(3, "room"))
     bus.publish(PagesEvicted(2, "clear"))
     bus.publish(PagesEvicted(1, "room"))
     values = read(metrics)
-    assert values["mainstem:steps_total"] == 2
-    assert values["mainstem:spans_total"] == 14
+    assert values["mainstem:states_read_total"] == 3
+    assert values["mainstem:states_saved_total"] == 21
+    assert values["mainstem:rows_folded_total"] == 64
+    assert values["mainstem:steps_total"] == 3
+    assert values["mainstem:spans_total"] == 21
     assert values["mainstem:computed_tokens_total"] == 6
     assert values["mainstem:decoded_tokens_total"] == 8
     assert values["mainstem:key_tokens_read_total"] == 140
     assert values["mainstem:key_tokens_saved_total"] == 30  # the second step saves 0, not -10
-    assert values["mainstem:host_seconds_total"] == 0.5
-    assert values["mainstem:device_seconds_total"] == 1.0
+    assert values["mainstem:host_seconds_total"] == 0.75
+    assert values["mainstem:device_seconds_total"] == 1.5
     assert values["mainstem:evicted_pages_total{room,device}"] == 4
     assert values["mainstem:evicted_pages_total{clear,device}"] == 2
     assert values["vllm:iteration_tokens_total_sum"] == 14

@@ -103,6 +103,9 @@ class Summary:
             "lost_pages": dict(counters.lost_pages),
             "store_fault": self.store_fault,
             "steps": counters.steps,
+            "states_read": counters.states_read,
+            "states_saved": counters.states_saved,
+            "rows_folded": counters.rows_folded,
             "windows": self.windows,
             "plan_seconds": round(self.plan_s, 6),
             "seconds": round(self.seconds, 6),
@@ -126,6 +129,10 @@ class Summary:
             ["requests/s", f"{self.answered / seconds:.2f}"],
             ["generated tokens/s", f"{counters.generated_tokens / seconds:.1f}"],
         ]
+        if counters.states_read:
+            total = counters.states_read + counters.states_saved
+            share = f"{counters.states_saved:,} ({counters.states_saved / total:.1%})"
+            rows.insert(7, ["reads of states saved", share])
         lines = [table([counted(self.rows, "row"), ""], rows)]
         if self.errors:
             found = ", ".join(f"{code} {count:,}" for code, count in self.errors.most_common())

@@ -170,7 +170,8 @@ class StepStarted:
 @dataclass(frozen=True, slots=True)
 class StepFinished:
     """A forward pass has ended. `key_tokens_read` counts the keys that were read; `key_tokens_seen`
-    counts the keys that would be read if every sequence read its whole context by itself."""
+    counts the keys that would be read if every sequence read its whole context by itself. For
+    states of recurrent layers, see StateUse.count_reads."""
 
     num_tokens: int
     num_prompt_tokens: int
@@ -180,6 +181,9 @@ class StepFinished:
     key_tokens_seen: int
     host_s: float
     device_s: float
+    states_read: int = 0
+    states_saved: int = 0
+    rows_folded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,9 @@ class Counters:
     dropped_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     unsaved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     lost_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    states_read: int = 0  # of recurrent layers; once for sequences that read one together
+    states_saved: int = 0  # that were not read again, because siblings read one together
+    rows_folded: int = 0  # tokens that siblings kept beside a state until they wrote their own
     evicted_states: int = 0  # of recurrent layers, from the device
     refused_states: int = 0  # times that no slot was free for one
     damaged_stores: int = 0  # disk stores in which something was wrong when they were opened
@@ -115,5 +118,8 @@ class Counters:
         self.key_tokens_read += event.key_tokens_read
         self.key_tokens_seen += event.key_tokens_seen
         self.key_tokens_saved += max(0, event.key_tokens_seen - event.key_tokens_read)
+        self.states_read += event.states_read
+        self.states_saved += event.states_saved
+        self.rows_folded += event.rows_folded
         self.host_s += event.host_s
         self.device_s += event.device_s

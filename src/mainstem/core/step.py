@@ -133,6 +133,19 @@ class StateUse:
     rows: Int32s | None = None  # [seqs] row slots (kv/rows.py), -1: none; None: none in this step
     counts: Int32s | None = None  # [seqs] tokens in the rows before this step; None like `rows`
 
+    def count_reads(self, num_decodes: int) -> tuple[int, int, int]:
+        """How many states the step reads, how many more it would read if every sequence read its
+        own, and how many rows it folds. Only decodes that write no state read one together."""
+        num_readers = int(np.count_nonzero(self.reads >= 0))
+        if self.rows is None or self.counts is None:
+            return num_readers, 0, 0
+        has_rows = self.rows[:num_decodes] >= 0
+        writes_none = self.writes[:num_decodes] < 0
+        bases = self.reads[:num_decodes][has_rows & writes_none]
+        num_saved = len(bases) - len(np.unique(bases))
+        num_folded = int(self.counts[:num_decodes][has_rows & ~writes_none].sum())
+        return num_readers - num_saved, num_saved, num_folded
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -120,6 +120,12 @@ class PageChain:
         """The key before page number `depth` of a chain that does not branch there."""
         return self.keys[depth - 1] if depth else self.root
 
+    def parent_of_rest(self, num_tokens: int) -> PageKey:
+        """The key before those of the first `num_tokens` tokens that fill no page. If there are
+        none, no branch is mixed into it: a branch begins after these tokens."""
+        depth, num_more = divmod(num_tokens, self.page_size)
+        return self.parent(depth) if num_more else self.parent_unbranched(depth)
+
     def names(self) -> list[PageName]:
         """The names of all full pages."""
         return [self._name(depth) for depth in range(len(self.keys))]

@@ -36,7 +36,8 @@ PLAN_SHARE = 16  # evictions are planned for 1/16 of all slots: one costs as muc
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """A position in a chain: after `tail`, which follows the page with the key `parent`."""
+    """A position in a chain: after `tail`, which follows the page with the key `parent`. Chains of
+    several tenants have the places up to the end of their public pages in common."""
 
     parent: PageKey
     tail: bytes  # token ids; less than a page
@@ -48,16 +49,15 @@ class StatePlace:
         """The place after the first `num_tokens` tokens of a chain."""
         depth = num_tokens // chain.page_size
         tail = chain.token_ids[depth * chain.page_size : num_tokens]
-        return cls(chain.parent(depth), tail.tobytes(), chain, num_tokens)
+        return cls(chain.parent_of_rest(num_tokens), tail.tobytes(), chain, num_tokens)
 
     def is_before(self, other: "StatePlace") -> bool:
         """Whether the chain of `other` passes this place first."""
         if self.num_tokens >= other.num_tokens:
             return False
-        chain, depth = other.chain, self.num_tokens // self.chain.page_size
-        if chain.parent(depth) != self.parent:  # nearly always: `keep` asks for many others
-            return False
-        return StatePlace.of(chain, self.num_tokens) == self
+        if other.chain.parent_of_rest(self.num_tokens) != self.parent:
+            return False  # nearly always: `keep` asks for many others
+        return StatePlace.of(other.chain, self.num_tokens) == self
 
     def name(self) -> PageKey:
         """What sequences wait for: no page has this key."""
@@ -133,11 +133,12 @@ class StateStore:
         """A sequence could have started otherwise, but has no slot."""
         self._num_refused += 1
 
-    def has_room(self, count: int = 1) -> bool:
-        """Whether `take` would return a slot, `count` times."""
+    def has_room(self, count: int = 1, besides: int = NO_STATE) -> bool:
+        """Whether `take` would return a slot, `count` times, and not the kept one `besides`."""
         if (missing := count - len(self._free)) <= 0:
             return True
-        unused = (slot for slot in self._slot_of.values() if not self._is_used(slot))
+        kept = self._slot_of.values()
+        unused = (slot for slot in kept if slot != besides and not self._is_used(slot))
         return sum(1 for _ in islice(unused, missing)) == missing
 
     def give_back(self, slot: int) -> None:
@@ -176,18 +177,19 @@ class StateStore:
         0 and NO_STATE if there is none."""
         page_size = chain.page_size
         for depth in range(num_tokens // page_size, -1, -1):
-            parent = chain.parent(depth)
-            tails = self._tails.get(parent)
-            if tails is None:
-                continue
             first = depth * page_size
-            rest = chain.token_ids[first : min(num_tokens, first + page_size)].tobytes()
-            latest = list(tails)[-MAX_TRIED:]
-            fitting = [tail for tail in latest if rest.startswith(tail)]
-            if fitting:
-                tail = max(fitting, key=len)
-                num_found = first + len(tail) // chain.token_ids.itemsize
-                return num_found, tails[tail]
+            if (tails := self._tails.get(chain.parent(depth))) is not None:
+                rest = chain.token_ids[first : min(num_tokens, first + page_size)].tobytes()
+                latest = list(tails)[-MAX_TRIED:]
+                fitting = [tail for tail in latest if rest.startswith(tail)]
+                if fitting:
+                    tail = max(fitting, key=len)
+                    num_found = first + len(tail) // chain.token_ids.itemsize
+                    return num_found, tails[tail]
+            if chain.branches:  # one may begin here: the state before it has no mark
+                tails = self._tails.get(chain.parent_unbranched(depth), {})
+                if b"" in tails:
+                    return first, tails[b""]
         return 0, NO_STATE
 
     def adopt(self, slot: int) -> int:

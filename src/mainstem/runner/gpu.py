@@ -156,6 +156,8 @@ class GpuRunner:
         self._inputs.clear()
         attention, decoder = self._attention, self._decoder
         max_tokens = len(self._results[0])
+        if self._decode_states is not None:
+            self._decode_states.clear(max_tokens)
         size = (len(self._logits), decoder.spec.hidden_size)
         hidden_rows = torch.zeros(size, dtype=decoder.dtype, device=self._device)
         for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels specialise on 1 and 16*n
@@ -371,6 +373,8 @@ class GpuRunner:
         """What graphs of `size` tokens hold: everything from the ids to the last norm. Large
         graphs leave out the last layer: it would compute all rows there, and few are needed."""
         inputs, decoder = self._inputs.views(size), self._decoder
+        if self._decode_states is not None:
+            self._decode_states.clear(size)
         mixer = self._decode_mixer(size, has_rows=has_rows)
         end = decoder.spec.num_layers - (size > FEW_TOKENS)
         normed: list[Rows] = []  # passed from piece to piece, at a fixed address

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mainstem.core.step import Step
+from mainstem.core.step import StateUse, Step
 from mainstem.kernels.recurrent.rows import NUM_PACKED, LayerRows, RowUse, pack_rows, row_width
 from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 from mainstem.kv.states import NO_STATE
@@ -198,17 +198,24 @@ class DecodeStates:
         self.trash = num_states
         self._is_serial = is_serial
         self._numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
-        self._slots = torch.full((2, max_tokens), num_states, dtype=torch.int32, device=device)
-        # before the first step: no sequence has rows, and a graph of any size has nothing to write
-        self._rows = torch.zeros(NUM_PACKED, row_width(max_tokens), dtype=torch.int32)
-        self._rows[0] = NO_STATE
-        self._rows = self._rows.to(device)
+        self._slots = torch.zeros((2, max_tokens), dtype=torch.int32, device=device)
+        self._rows = torch.zeros(
+            (NUM_PACKED, row_width(max_tokens)), dtype=torch.int32, device=device
+        )
         self._uploads = Uploads(device)
+
+    def clear(self, size: int) -> None:
+        """Set `size` decodes that all are padding. A graph is captured over these: it runs once
+        before, and must neither write where anything is kept nor read numbers of another size."""
+        nobody = np.empty(0, np.int32)
+        self._send(StateUse(nobody, nobody, nobody, nobody, nobody, nobody), size)
 
     def send(self, step: Step, size: int) -> None:
         """Set the slots of a step of up to `size` decodes."""
-        use = step.states
-        assert use is not None, "a step says nothing of states"
+        assert step.states is not None, "a step says nothing of states"
+        self._send(step.states, size)
+
+    def _send(self, use: StateUse, size: int) -> None:
         slots = np.full((2, size), self.trash, np.int32)
         slots[0, : len(use.reads)] = use.reads
         slots[1, : len(use.writes)] = use.writes

@@ -50,10 +50,12 @@ class SequenceRows:
         return found.state != NO_STATE and found.num_known - position <= most
 
     def may_start(self, found: Candidate, position: int, budget: int) -> bool:
-        """Whether such a sequence needs no slot for a state, neither now nor later."""
+        """Whether such a sequence needs no slot for a state, neither now nor later. The one that it
+        reads stays where it is: others that fold must do without."""
         sequence = found.sequence
         most = len(sequence.request.prompt_ids) + sequence.max_output
         has_slot = self._slots.has_free and not self._fills(most, position)
+        has_slot = has_slot and self._states.has_room(len(self._to_fold), besides=found.state)
         return has_slot and self.fit(found, position, budget)
 
     def _fills(self, max_total: int, position: int) -> bool:

@@ -358,8 +358,9 @@ class Scheduler:
     def _publish_step(self, step: Step, device_s: float, host_s: float) -> None:
         if not self._bus.has_listeners(StepFinished):
             return
-        spans = step.spans
+        spans, use = step.spans, step.states
         last = step.seq_starts[1:] - 1
+        states = (0, 0, 0) if use is None else use.count_reads(step.num_decodes)
         self._bus.publish(
             StepFinished(
                 num_tokens=step.num_tokens,
@@ -370,5 +371,8 @@ class Scheduler:
                 key_tokens_seen=int(step.positions[last].sum()) + len(last),
                 host_s=host_s,
                 device_s=device_s,
+                states_read=states[0],
+                states_saved=states[1],
+                rows_folded=states[2],
             )
         )

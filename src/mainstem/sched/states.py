@@ -6,9 +6,10 @@
                                                     b waits for it, and starts here one step later
 
 A prompt is cut where a queued or running prompt parts from it, at boundaries that its request names
-(the ends of messages), where it parts from a cached prompt, and at its last page. Cuts cost no
-step: a chunk is run in several segments, and the state after each is written to a slot of its own.
-Another sequence can read such a state only in a later step.
+(the ends of messages), at the end of pages that are public to all tenants, where it parts from a
+cached prompt, and at its last page. Cuts cost no step: a chunk is run in several segments, and the
+state after each is written to a slot of its own. Another sequence can read such a state only in a
+later step.
 
 With tiers below the device (kv/stored_states.py), a prompt is also cut at the ends of the pages
 before these positions, since only states at the end of a page are stored. An answer passes such
@@ -197,10 +198,16 @@ class SequenceStates:
 
     def _wanted_after(self, found: Candidate, last: int) -> list[int]:
         """Where the continuation of a prompt may begin."""
-        request = found.sequence.request
         whole_pages = last // self._page_size * self._page_size
-        named = (request.keep_tokens, *request.boundaries)
-        return [last, whole_pages, found.num_matched, *named]
+        return [last, whole_pages, *self._named(found)]
+
+    def _named(self, found: Candidate) -> list[int]:
+        """Where other prompts may part from this one, as far as it says so: at the end of what is
+        cached, at the ends of messages, and where other tenants find no more pages."""
+        request, chain = found.sequence.request, found.chain
+        public_tokens = 0 if chain is None else chain.public_tokens
+        public_pages = public_tokens // self._page_size * self._page_size
+        return [found.num_matched, request.keep_tokens, *request.boundaries, public_pages]
 
     def _common(self, sequence: Sequence, coming: Iterable[Sequence]) -> list[int]:
         """How many leading tokens a sequence that starts now has in common with each other."""
@@ -219,7 +226,7 @@ class SequenceStates:
         has_siblings = self._states.num_readers(found.state) > 1 or max(forks, default=0) >= begin
         wanted = forks
         if request.plan_place is None:
-            wanted = [found.num_matched, request.keep_tokens, *request.boundaries, *forks]
+            wanted = [*self._named(found), *forks]
         is_shared = max(wanted, default=0) >= begin + self._page_size
         return has_siblings and not is_shared and request.session is None
 
