@@ -25,7 +25,7 @@ from tests.batch.test_workers import NUM_ROWS, answer, answers, rows, write
 from tests.fake_engines import TEMPLATE, FakeEngines, a_tokenizer
 from tests.fake_llm import patch_loading
 from tests.needs import needs
-from tests.server.running import until
+from tests.waiting import until
 
 try:
     import ray

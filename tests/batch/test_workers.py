@@ -29,7 +29,8 @@ from tests.batch.test_kill import SOME_FAILED, essences, run, write_input
 from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server.checked_serve import SLOW_STEP_S
 from tests.server.process import a_process
-from tests.server.running import ALICE, Running, a_server, until
+from tests.server.running import ALICE, Running, a_server
+from tests.waiting import until
 
 NUM_ROWS = 100
 

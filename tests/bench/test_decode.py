@@ -6,6 +6,7 @@ import pytest
 
 from mainstem.core.errors import ConfigError
 from mainstem_bench.decode import main
+from tests.bench.rounded import printed
 
 pytestmark = pytest.mark.torch
 
@@ -17,8 +18,9 @@ def test_each_number_of_sequences_gets_a_line(capsys: pytest.CaptureFixture[str]
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["seqs"] for line in lines] == [1, 4]
     for line in lines:
-        assert line["ms_per_step"] > line["device_ms_per_step"] > 0
-        assert line["tokens_per_s"] == pytest.approx(1e3 * line["seqs"] / line["ms_per_step"], 0.01)
+        assert line["ms_per_step"] >= line["device_ms_per_step"] > 0
+        ms, rate = printed(line["ms_per_step"], 3), printed(line["tokens_per_s"], 1)
+        assert (ms * rate).may_be(1e3 * line["seqs"])
 
 
 def test_prompts_of_many_chunks_decode_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from mainstem.core.errors import ConfigError
 from mainstem_bench.ranks import CALL_S, NVLINK_BYTES_PER_S, collectives_s, main
 from mainstem_bench.shapes import SHAPES
+from tests.bench.rounded import printed
 
 pytestmark = pytest.mark.torch
 
@@ -17,8 +18,8 @@ def test_each_kind_of_step_gets_a_line(capsys: pytest.CaptureFixture[str]) -> No
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in lines] == ["prompts, 64", "decodes, 1", "decodes, 3"]
     for line in lines:
-        whole = line["part_ms"] + line["collectives_ms"]
-        assert line["projected_ms"] == pytest.approx(whole, abs=0.002)
+        whole = printed(line["part_ms"], 3) + printed(line["collectives_ms"], 3)
+        assert whole.may_be(printed(line["projected_ms"], 3))
         assert line["collectives_ms"] > 5 * CALL_S * 1e3  # 6: 2 a layer, embedding, logits
     assert lines[0]["kv_bytes_per_token"] == 2 * 2 * 2 * 1 * 64  # one of two KV heads
 

@@ -1,4 +1,4 @@
-"""A real redis-server on a free port, and a proxy that delays bytes and cuts connections."""
+"""A real redis-server on a free port, and a proxy that delays or holds bytes and cuts lines."""
 
 import signal
 import socket
@@ -11,9 +11,28 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from time import monotonic, sleep
 
+import pytest
+
+from mainstem.kv.bytes import line as line_module
+from mainstem.kv.bytes import remote as remote_module
 from mainstem.kv.bytes.line import Address, LineError, RemoteLine, Reply
+from mainstem.sched import fetching as fetching_module
 
 CHUNK = 1 << 18
+LONG_S = 300.0  # a limit that only an error reaches, on any machine
+
+
+def wait_long(patch: pytest.MonkeyPatch) -> None:
+    """A server that answers at all is not given up, however slow the machine is. One that failed is
+    tried again after 20 ms."""
+    for name in ("CONNECT_S", "OPEN_S", "STALL_S"):
+        patch.setattr(line_module, name, LONG_S)
+    for name in ("WRITE_LIMIT_S", "ASK_LIMIT_S", "CLOSE_LIMIT_S"):
+        patch.setattr(remote_module, name, LONG_S)
+    for name in ("PAUSE_S", "MAX_PAUSE_S"):
+        patch.setattr(remote_module, name, 0.02)
+    for name in ("READ_LIMIT_S", "ALWAYS_PATIENCE_S"):
+        patch.setattr(fetching_module, name, LONG_S)
 
 
 def free_port() -> int:
@@ -47,17 +66,18 @@ class RedisServer:
             ],
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        until_s = monotonic() + 10.0
-        while monotonic() < until_s:
+        until_s = monotonic() + LONG_S
+        while True:
             with suppress(LineError):
                 self.call("PING")
                 return
+            assert monotonic() < until_s, "the server does not answer"
             sleep(0.01)
 
     def call(self, *command: bytes | str | int) -> Reply:
         """Send one command, not through the proxy."""
         line = RemoteLine(Address(f"unix://{self.socket}"))
-        (reply,) = line.call([command], 10.0)
+        (reply,) = line.call([command], LONG_S)
         line.close()
         return reply
 
@@ -97,12 +117,20 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
-        self._is_closed = Event()
+        self._is_closed, self._may_pass = Event(), Event()
+        self._may_pass.set()
         Thread(target=self._accept, daemon=True).start()
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
+
+    def hold(self) -> None:
+        """Pass nothing on, in either direction, until `let_go`."""
+        self._may_pass.clear()
+
+    def let_go(self) -> None:
+        self._may_pass.set()
 
     def cut(self) -> None:
         """End every connection, in the middle of any transfer."""
@@ -113,6 +141,7 @@ class Proxy:
 
     def close(self) -> None:
         self._is_closed.set()
+        self.let_go()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -149,6 +178,7 @@ class Proxy:
     def _pass(self, end: socket.socket, chunks: "SimpleQueue[tuple[float, bytes]]") -> None:
         while (item := chunks.get())[1]:
             sleep(max(0.0, item[0] - monotonic()))
+            self._may_pass.wait(LONG_S)
             with suppress(OSError):
                 end.sendall(item[1])
         with suppress(OSError):

@@ -19,10 +19,10 @@ from mainstem.core.request import FinishReason
 from mainstem.kv.bytes import remote as remote_module
 from mainstem.kv.bytes.line import Address
 from mainstem.sched import fetching as fetching_module
-from tests.builders import VOCAB, Collector, a_request
+from tests.builders import VOCAB, Collector, a_request, until_idle
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
-from tests.kv.redis_server import Proxy, RedisServer
+from tests.kv.redis_server import LONG_S, Proxy, RedisServer, wait_long
 from tests.kv.tiered import a_tiered_engine
 from tests.needs import skip_without
 
@@ -35,12 +35,11 @@ def quick() -> Iterator[None]:
     """Short waits: a server that failed is tried again at once."""
     skip_without("redis-server")
     with pytest.MonkeyPatch.context() as patch:
+        wait_long(patch)
         patch.setattr(remote_module, "PAUSE_S", 0.005)
         patch.setattr(remote_module, "MAX_PAUSE_S", 0.005)
         patch.setattr(remote_module, "FULL_PAUSE_S", 0.005)
         patch.setattr(remote_module, "CHECK_S", 0.0)
-        patch.setattr(fetching_module, "READ_LIMIT_S", 0.05)
-        patch.setattr(fetching_module, "ALWAYS_PATIENCE_S", 0.05)
         yield
 
 
@@ -128,11 +127,8 @@ class Driver:
 
     def drain(self) -> None:
         """Run until all requests and copies end."""
-        for _ in range(10_000):
-            if not self.tiered.engine.has_work:
-                break
-            self.collector.add(self.tiered.engine.step())
-        assert not self.tiered.engine.has_work, "the engine still has work"
+        for outputs in until_idle(self.tiered.engine):
+            self.collector.add(outputs)
         self.compare()
         assert not self.waiting, "a request was forgotten"
         self.tiered.store.flush()
@@ -207,9 +203,15 @@ class Driver:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def run(seed: int, num_operations: int) -> int:
-    """Returns how many pages came from the server."""
-    driver = Driver(seed)
+def run(seed: int, num_operations: int, limit_s: float = LONG_S) -> int:
+    """Returns how many pages came from the server; `limit_s`: how long requests wait for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetching_module, "READ_LIMIT_S", limit_s)
+        patch.setattr(fetching_module, "ALWAYS_PATIENCE_S", limit_s)
+        return drive(Driver(seed), num_operations)
+
+
+def drive(driver: Driver, num_operations: int) -> int:
     try:
         for _ in range(num_operations):
             driver.act()
@@ -221,12 +223,16 @@ def run(seed: int, num_operations: int) -> int:
 
 
 def test_answers_are_right_whatever_the_server_does() -> None:
-    num_loaded = sum(run(seed, 60) for seed in range(5))
+    num_loaded = sum(run(seed, 60) for seed in range(2))
     assert num_loaded > 0, "the server was not used"
+    for seed in range(2, 5):  # loads are given up at moments that depend on the machine
+        run(seed, 60, 0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 150, 10))
 def test_answers_are_right_over_10_000_operations(first: int) -> None:
-    num_loaded = sum(run(seed, 200) for seed in range(first, first + 10))
-    assert num_loaded > 10, "the server was hardly used"  # on busy cores, most reads are too late
+    num_loaded = sum(run(seed, 200) for seed in range(first, first + 5))
+    assert num_loaded > 10, "the server was hardly used"
+    for seed in range(first + 5, first + 10):
+        run(seed, 200, 0.05)

@@ -14,7 +14,7 @@ from mainstem.kv.places import HOST
 from mainstem.kv.states import StatePlace
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import fake_answer
-from tests.kv.redis_server import RedisServer
+from tests.kv.redis_server import RedisServer, wait_long
 from tests.kv.tiered import PIECES, Tiered, a_tiered_engine
 from tests.needs import skip_without
 
@@ -72,8 +72,11 @@ def test_turns_come_back_from_disk_after_a_restart(seed: int, tmp_path: Path) ->
     converse(restart, first, np.random.default_rng(seed))
 
 
-def test_turns_come_back_from_a_server_that_another_process_filled(tmp_path: Path) -> None:
+def test_turns_come_back_from_a_server_that_another_process_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     skip_without("redis-server")
+    wait_long(monkeypatch)
     server = RedisServer(tmp_path)
 
     def move(tiered: Tiered) -> Tiered:

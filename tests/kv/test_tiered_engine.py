@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from threading import Event
-from time import monotonic, sleep
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -20,10 +20,11 @@ from mainstem.kv.finder import Match
 from mainstem.kv.keys import PageChain
 from mainstem.sched.loading import Loader
 from tests import fakes
-from tests.builders import VOCAB, Collector, a_request, run_all
+from tests.builders import VOCAB, Collector, a_request, run_all, until_idle
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
 from tests.kv.tiered import Tiered, a_tiered_engine
+from tests.waiting import until
 
 RNG = np.random.default_rng(0)
 CHATS = [[first, *RNG.integers(0, VOCAB, 29).tolist()] for first in range(6)]
@@ -321,12 +322,8 @@ def test_a_request_that_loses_its_loaded_pages_computes_them(tmp_path: Path) -> 
     again = a_tiered_engine(num_pages=40, num_slots=5, disk_dir=tmp_path)
     again.engine.submit(a_request(CHATS[0], 4, name="returns"))
     got = Collector()
-    for _ in range(500):
-        if not again.engine.has_work:
-            break
-        got.add(again.engine.step())
-        if again.store.loader.is_reading:
-            sleep(0.001)
+    for outputs in until_idle(again.engine):
+        got.add(outputs)
         if not again.engine.num_running:
             again.engine.clear_device()  # as if another request had taken the loaded pages
     assert got.tokens["returns", 0] == fake_answer(CHATS[0], 4, VOCAB)
@@ -342,12 +339,14 @@ def test_a_load_that_ends_during_a_flush_is_noticed(tmp_path: Path) -> None:
     again.engine.submit(a_request(CHATS[0], 4, name="returns"))
     got = Collector()
     got.add(again.engine.step())
-    deadline_s = monotonic() + 60
-    while again.store.loader.num_loads and monotonic() < deadline_s:
-        sleep(0.001)
+
+    def has_ended() -> bool:
         again.engine.flush()
-    for _ in range(100):
-        got.add(again.engine.step())
+        return not again.store.loader.num_loads
+
+    until(has_ended)
+    for outputs in until_idle(again.engine):
+        got.add(outputs)
     assert got.tokens["returns", 0] == fake_answer(CHATS[0], 4, VOCAB)
     again.engine.close()
 
@@ -364,11 +363,13 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
     again.engine.submit(a_request(CHATS[1], 4, priority=-1))
     chains = [again.store.chain(np.array(chat, np.int32), b"") for chat in CHATS[:2]]
     again.engine.step()
-    deadline_s = monotonic() + 60
-    while again.store.loader.stored(chains[1].keys).num_below and monotonic() < deadline_s:
+
+    def is_prefetched() -> bool:
         again.store.poll()  # as a step does; a slow disk may still read after the last step
         again.store.loader.prefetch()
-        sleep(0.001)
+        return not again.store.loader.stored(chains[1].keys).num_below
+
+    until(is_prefetched)
     assert again.engine.num_waiting == 2
     assert [again.store.loader.stored(chain.keys).num_below for chain in chains] == [7, 0]
     again.engine.close()

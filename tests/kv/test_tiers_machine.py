@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mainstem.core.request import FinishReason
-from tests.builders import VOCAB, Collector, a_request
+from tests.builders import VOCAB, Collector, a_request, until_idle
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
 from tests.kv.tiered import a_tiered_engine
@@ -124,11 +124,8 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         """Run until all requests and copies end."""
-        for _ in range(5000):
-            if not self.tiered.engine.has_work:
-                break
-            self.collector.add(self.tiered.engine.step())
-        assert not self.tiered.engine.has_work, "the engine still has work"
+        for outputs in until_idle(self.tiered.engine):
+            self.collector.add(outputs)
         self.compare()
         assert not self.waiting, "a request was forgotten"
         self.tiered.store.flush()

@@ -27,7 +27,7 @@ from mainstem.sched.step_times import StepTimes
 from tests.builders import VOCAB
 from tests.fakes import FakeRunner
 
-REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
+REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=3600.0, max_bytes=1 << 30)
 PIECES = 3  # of a state, each as large as a page
 
 

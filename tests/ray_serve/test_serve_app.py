@@ -17,7 +17,8 @@ from openai import OpenAI
 
 from tests.fake_engines import TEMPLATE, a_tokenizer
 from tests.needs import needs
-from tests.server.running import ADMIN, ALICE, until
+from tests.server.running import ADMIN, ALICE
+from tests.waiting import until
 
 pytestmark = [
     needs("ray"),
@@ -102,7 +103,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         url = f"http://127.0.0.1:{port}"
         with OpenAI(base_url=f"{url}/v1", api_key=ALICE, max_retries=0, timeout=60) as client:
             made = Fleet(url, client)
-            until(lambda: made.states() == UP, within_s=300)
+            until(lambda: made.states() == UP)
             yield made
     finally:
         serve.shutdown()
@@ -190,7 +191,7 @@ def test_a_client_that_disconnects_frees_its_place(fleet: Fleet) -> None:
     next(iter(stream))
     assert num_open() == 1
     stream.close()
-    until(lambda: num_open() == 0, within_s=60)
+    until(lambda: num_open() == 0)
 
 
 def replica_pid(place: int) -> int:
@@ -230,7 +231,7 @@ def test_a_killed_replica_ends_only_its_own_streams(fleet: Fleet) -> None:
     assert len(answers) == 1, "the request was lost"
     for number in range(4):
         fleet.ask(f"{number} and now?")
-    until(lambda: fleet.states() == UP, within_s=300)
+    until(lambda: fleet.states() == UP)
     assert place in {fleet.ask(f"{n} again " * 40)[0] for n in range(8)}, (
         "the killed replica serves again"
     )

@@ -12,7 +12,7 @@ from threading import Thread
 import httpx
 
 from mainstem.core.json import AnyJson
-from tests.server.running import LIMIT_S, until
+from tests.waiting import LIMIT_S, until
 
 
 @dataclass
@@ -64,7 +64,7 @@ def a_process(flags: Sequence[str], kind: str = "fake") -> Iterator[Process]:
         reader = Thread(target=_read, args=(process,))
         reader.start()
         try:
-            until(lambda: process.has_said("ready") or popen.poll() is not None, within_s=300)
+            until(lambda: process.has_said("ready") or popen.poll() is not None)
             assert popen.poll() is None, process.lines
             yield process
         finally:

@@ -2,13 +2,13 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, TypeVar
 
 import httpx
@@ -27,8 +27,7 @@ from mainstem.text.encoding import App
 from mainstem.text.sessions import SessionLimits, Sessions
 from tests.fake_engines import FakeEngines
 from tests.server.thread_engine import ThreadEngine
-
-LIMIT_S = 300.0  # for a reply, or the end of a process, on one busy core
+from tests.waiting import LIMIT_S, until
 
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class Running:
 
     def raw(self, data: bytes) -> bytes:
         """Send `data` on a new connection; returns all bytes until the server closes it."""
-        with socket.create_connection((self.host, self.port), timeout=20) as connection:
+        with socket.create_connection((self.host, self.port), timeout=LIMIT_S) as connection:
             connection.sendall(data)
             received = b""
             while piece := connection.recv(65536):
@@ -85,7 +84,7 @@ class Running:
         return answer
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(LIMIT_S)
 
     def pause(self, seconds: float) -> None:
         """From now on every step takes this much longer."""
@@ -109,16 +108,8 @@ class Running:
     def stop(self) -> None:
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(60)
+        self.thread.join(LIMIT_S)
         assert not self.thread.is_alive(), "the server did not stop"
-
-
-def until(is_true: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Wait until the condition is true; fails after a time limit."""
-    deadline_s = monotonic() + within_s
-    while not is_true():
-        assert monotonic() < deadline_s, "the condition did not become true in time"
-        sleep(0.005)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from time import monotonic
 import httpx
 import pytest
 
-from tests.server.running import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.serial
 
@@ -31,7 +31,7 @@ def a_process(kind: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], s
     command = [sys.executable, "-m", "tests.server.checked_serve", kind, "--port", "0"]
     with log.open("wb") as stderr, subprocess.Popen(command, stderr=stderr) as popen:
         try:
-            until(lambda: '"ready"' in log.read_text(), within_s=300)
+            until(lambda: '"ready"' in log.read_text())
             lines = map(json.loads, log.read_text().splitlines())
             address = httpx.URL(next(line["url"] for line in lines if "url" in line))
             assert address.port is not None

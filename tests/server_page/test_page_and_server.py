@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from mainstem.text.encoding import App
-from tests.server.running import ALICE, Running, a_server, until
+from tests.server.running import ALICE, Running, a_server
 from tests.server_page.browser import Page
+from tests.waiting import until
 
 POLITE = App("polite", "You answer politely and never lose your patience with anybody. " * 4)
 

@@ -13,7 +13,8 @@ from mainstem.server.apps import AppFile, AppRegistry
 from mainstem.text.encoding import App, shared_prefixes
 from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server.conftest import PIRATE, POLITE
-from tests.server.running import ADMIN, ALICE, BOB, Running, a_server, until
+from tests.server.running import ADMIN, ALICE, BOB, Running, a_server
+from tests.waiting import until
 
 CHAT = [{"role": "user", "content": "How are you?"}]
 

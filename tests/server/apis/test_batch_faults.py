@@ -19,7 +19,8 @@ from mainstem.server.kept import batch_results, batch_store
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines
-from tests.server.running import Running, a_server, until
+from tests.server.running import Running, a_server
+from tests.waiting import until
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -22,8 +22,9 @@ from mainstem.text.encoding import App
 from tests.builders import BEYOND
 from tests.fake_engines import FakeEngines, expected_text
 from tests.server.process import a_process
-from tests.server.running import ALICE, BOB, Running, a_server, until
+from tests.server.running import ALICE, BOB, Running, a_server
 from tests.text.test_tools import HERMES, WEATHER
+from tests.waiting import until
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 
@@ -53,7 +54,7 @@ def run(client: OpenAI, rows: list[AnyJson], **fields: Any) -> openai.types.Batc
     made = client.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
     fields = {"endpoint": "/v1/completions", "completion_window": "24h"} | fields
     batch = client.batches.create(input_file_id=made.id, **fields)
-    until(lambda: client.batches.retrieve(batch.id).status in ENDED, within_s=60)
+    until(lambda: client.batches.retrieve(batch.id).status in ENDED)
     return client.batches.retrieve(batch.id)
 
 
@@ -556,7 +557,7 @@ def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -
 
         # the first server wrote at least 20 answers before it was killed
         until(lambda: batch()["request_counts"]["completed"] >= 20)
-        until(lambda: batch()["status"] in ENDED, within_s=300)
+        until(lambda: batch()["status"] in ENDED)
         ended = batch()
         assert ended["status"] == "completed"
         assert ended["request_counts"] == {"total": 401, "completed": 400, "failed": 1}

@@ -11,8 +11,9 @@ from mainstem.core.json import AnyJson
 from mainstem.server import batch_runner
 from mainstem.server.http.limits import ServerLimits
 from tests.fake_engines import FakeEngines
-from tests.server.running import ALICE, BOB, Running, a_server, until
+from tests.server.running import ALICE, BOB, Running, a_server
 from tests.text.test_tools import HERMES
+from tests.waiting import until
 
 anthropic = pytest.importorskip("anthropic")
 

@@ -11,8 +11,9 @@ from mainstem.server.http import stream as server_stream
 from mainstem.wire.messages import bodies, parsing
 from tests.fake_engines import TEMPLATE, FakeEngines, expected_text
 from tests.server.conftest import POLITE
-from tests.server.running import ADMIN, ALICE, BOB, Running, a_server, until
+from tests.server.running import ADMIN, ALICE, BOB, Running, a_server
 from tests.text.test_tools import HERMES
+from tests.waiting import until
 
 anthropic = pytest.importorskip("anthropic")
 

@@ -17,7 +17,8 @@ from mainstem.text.session_file import session_file
 from mainstem.text.sessions import SessionLimits, Sessions
 from tests.server.conftest import PIRATE, POLITE
 from tests.server.process import Process, a_process
-from tests.server.running import ALICE, BOB, Running, a_server, events, until
+from tests.server.running import ALICE, BOB, Running, a_server, events
+from tests.waiting import until
 
 
 class Talk:

@@ -18,7 +18,8 @@ from tests.engine.test_weights import tensors_of
 from tests.models.checkpoints import make_checkpoint
 from tests.server.checked_engine import PIPE
 from tests.server.process import Process, a_process
-from tests.server.running import ADMIN, until
+from tests.server.running import ADMIN
+from tests.waiting import until
 
 pytestmark = pytest.mark.torch
 HEADERS = {"authorization": f"Bearer {ADMIN}"}
@@ -174,7 +175,7 @@ def a_held_update(server: Process, root: Path) -> Iterator[Future[httpx.Response
 def kill(server: Process) -> None:
     before = server.engine_pid
     os.kill(before, signal.SIGKILL)
-    until(lambda: server.engine_pid != before and is_ready(server), within_s=300)
+    until(lambda: server.engine_pid != before and is_ready(server))
 
 
 def is_ready(server: Process) -> bool:

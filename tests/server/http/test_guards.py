@@ -18,7 +18,8 @@ from mainstem.server.http.auth import ANYBODY
 from mainstem.server.http.faults import ApiError
 from mainstem.server.http.limits import RequestGate, ServerLimits
 from tests.fake_engines import FakeEngines
-from tests.server.running import Running, a_server, until
+from tests.server.running import Running, a_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.serial  # on a busy machine, limits of a second are too short
 

@@ -17,7 +17,8 @@ from mainstem.server.kept.file_store import FileStore
 from mainstem.server.kept.pruning import Pruner
 from tests.server.apis.test_batch_faults import num_answered
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines, run
-from tests.server.running import Running, a_server, until
+from tests.server.running import Running, a_server
+from tests.waiting import until
 
 TTL_S = ServerLimits().file_ttl_s
 LONG_AGO = int(time() - TTL_S - 100)

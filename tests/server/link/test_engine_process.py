@@ -29,7 +29,7 @@ from tests.fake_engines import a_tokenizer
 from tests.kv.mirror import Mirror
 from tests.server.process import Process, a_process
 from tests.server.router import TOPIC, Router, apply_plain
-from tests.server.running import until
+from tests.waiting import until
 
 NUM_STREAMS = 50
 APP = "Be brief. "
@@ -241,7 +241,7 @@ def test_a_batch_continues_with_the_next_engine(split: Process) -> None:
         found: AnyJson = split.request("GET", f"/v1/batches/{batch}").json()
         return found if found["status"] in ("completed", "failed") else None
 
-    until(lambda: ended() is not None, within_s=60)
+    until(lambda: ended() is not None)
     found = ended()
     assert found is not None
     assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}

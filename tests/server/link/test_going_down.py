@@ -17,7 +17,8 @@ from mainstem.core.json import AnyJson
 from mainstem.server.http.limits import ServerLimits
 from mainstem.text.tokenizer import Tokenizer
 from tests.fake_engines import FakeEngines
-from tests.server.running import Running, a_server, events, until
+from tests.server.running import Running, a_server, events
+from tests.waiting import until
 
 
 def _engine_threads() -> int:

@@ -16,8 +16,9 @@ from mainstem.text.text_engine import TextEngine
 from tests.builders import a_request
 from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.kv.tiered import a_tiered_engine
-from tests.server.running import a_server, until
+from tests.server.running import a_server
 from tests.server.thread_engine import ThreadEngine
+from tests.waiting import until
 
 NUM_PAGES = 25
 

@@ -26,7 +26,7 @@ from tests.kv.faulty import FaultyFiles
 from tests.kv.mirror import Mirror
 from tests.kv.tiered import Tiered, a_tiered_engine
 from tests.server.router import TOPIC, Apply, Router, apply_plain
-from tests.server.running import until
+from tests.waiting import until
 
 LOCAL = "tcp://127.0.0.1:0"
 PAGE = 4

@@ -15,7 +15,7 @@ import pytest
 from mainstem.core.json import AnyJson
 from tests.models.checkpoints import make_checkpoint
 from tests.server.process import Process, a_process
-from tests.server.running import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.torch
 
@@ -67,13 +67,13 @@ def test_the_log_names_a_killed_rank_and_the_server_continues(server: Process) -
         assert "engine's process ended" in lost.result()["error"]["message"]
         assert monotonic() - killed_s < LIMIT_S
     assert all(is_over(rank) for rank in ranks)
-    until(lambda: server.engine_pid != engine and is_ready(server), within_s=60)
+    until(lambda: server.engine_pid != engine and is_ready(server))
     words = f"rank 1 of 2 (process {ranks[1].pid}) was killed by SIGKILL"
     assert any(words in str(line.get("traceback")) for line in server.lines)
     assert complete(server, 8)["choices"] == expected
     ranks = ranks_of(server)
     os.kill(server.engine_pid, signal.SIGKILL)
-    until(lambda: all(is_over(rank) for rank in ranks), within_s=LIMIT_S)
+    until(lambda: all(is_over(rank) for rank in ranks))
 
 
 def is_ready(process: Process) -> bool:

@@ -11,8 +11,8 @@ import pytest
 
 from mainstem.cli.cache import FolderVerdict, verify
 from tests.server.process import Process, a_process
-from tests.server.running import until
 from tests.server.saving_engine import STORE, STUCK
+from tests.waiting import until
 
 SAVED, UNSAVED = list(range(23)), list(range(30, 73))  # prompts of 5 and 10 full pages
 UPLOAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
