@@ -177,7 +177,11 @@ class Starter:
         num_looked_up = 0
         for sequence in self._queue.first(OVERTAKEN):
             is_planned = sequence.request.plan_place is not None
-            if is_planned or num_looked_up >= LOOK_UP_PAGES or len(self._running) == self._max_seqs:
+            if (
+                is_planned
+                or num_looked_up >= LOOK_UP_PAGES
+                or self._running.num_slots == self._max_seqs
+            ):
                 return
             if sequence.is_light or sequence.request.priority > started.request.priority:
                 continue
