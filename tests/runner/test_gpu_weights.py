@@ -3,6 +3,7 @@ interpreter (test_interpreter.py); with CUDA graphs in tests/gpu/test_weights_gp
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.config import CacheConfig, DType, EngineConfig, KvDType, ModelConfig, SchedConfig
 from mainstem.core.errors import InvalidRequest, WeightsLost
 from mainstem.core.events import EventBus
 from mainstem.core.weights import FolderUpdate, Tag, TensorUpdate
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.models.pour import CannotPour, pour
+from mainstem.runner.gpu import GpuRunner
+from mainstem.runner.gpu_rounded import RoundedGpuPages
 from mainstem.runner.gpu_weights import Freed
 from mainstem.runner.origin import folder_origin
 from tests.builders import a_request, run_all
@@ -42,11 +45,11 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def an_engine(folder: Path) -> Engine:
+def an_engine(folder: Path, config: EngineConfig = CONFIG) -> Engine:
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
-    loaded = load_gpu_runner(folder_origin(folder), CONFIG, torch.device("cpu"))
-    return join(*loaded, CONFIG, EventBus())
+    loaded = load_gpu_runner(folder_origin(folder), config, torch.device("cpu"))
+    return join(*loaded, config, EventBus())
 
 
 def answer(engine: Engine) -> list[int]:
@@ -108,6 +111,22 @@ def test_sleep_and_wake(folders: tuple[Path, Path], level: int) -> None:
             answer(engine)
         change(engine, TensorUpdate(tensors_of(folders[0]).items()))
     assert answer(engine) == fresh(folders[0])
+    engine.close()
+
+
+@interpreted
+def test_rounded_pages_sleep_with_their_open_pages(folders: tuple[Path, Path]) -> None:
+    cache = replace(CONFIG.cache, kv_dtype=KvDType.FP8)
+    engine = an_engine(folders[0], replace(CONFIG, cache=cache))
+    expected = answer(engine)
+    runner = engine._runner
+    assert isinstance(runner, GpuRunner)
+    assert isinstance(runner.pages, RoundedGpuPages)
+    tensors = [*runner.pages.tensors, *runner.pages.opened.tensors]
+    settle(engine, engine.sleep(1))
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    settle(engine, engine.wake())
+    assert answer(engine) == expected
     engine.close()
 
 

@@ -41,6 +41,7 @@ from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.rounded_pages import RoundedPages
+from tests.engine.test_weights import settle
 from tests.models.checkpoints import VOCAB as CHECKPOINT_VOCAB
 from tests.models.checkpoints import make_checkpoint
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
@@ -424,3 +425,18 @@ def declare_fp8_kv(folder: Path, scales: dict[str, float]) -> None:
         "kv_cache_scheme": scheme,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_open_pages_sleep_with_the_others(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    config = replace(a_config(), cache=CacheConfig(kv_tokens=512))
+    runner, facts = load_cpu_runner(folder_origin(tmp_path), rounded(config))
+    assert isinstance(runner.pages, RoundedPages)
+    engine = join(runner, facts, config, EventBus())
+    expected = ask(engine, prompts())
+    opened = runner.pages.opened(0).fill_(1)
+    settle(engine, engine.sleep(1))
+    assert (opened == 0).any()
+    settle(engine, engine.wake())
+    assert distance(ask(engine, prompts()), expected) == 0
+    engine.close()

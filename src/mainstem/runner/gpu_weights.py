@@ -17,6 +17,7 @@ from mainstem.models.gpu.decoder import DecoderChange
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint
 from mainstem.runner.gpu import GpuRunner
+from mainstem.runner.gpu_rounded import RoundedGpuPages
 
 
 class GpuParts:
@@ -58,7 +59,10 @@ class GpuParts:
             self._restore_weights()
             self._capture()
             raise
-        tensors = list(runner.pages.tensors)
+        pages = runner.pages
+        tensors = list(pages.tensors)
+        if isinstance(pages, RoundedGpuPages):
+            tensors += pages.opened.tensors
         if runner.states is not None:
             tensors.append(runner.states.pieces)
         self._pages = [Freed(each, False) for each in storages(tensors)]

@@ -32,6 +32,7 @@ from mainstem.models.weight_files import weight_files
 from mainstem.models.weights import Checkpoint
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.origin import FolderOrigin, Origin, RandomOrigin, folder_origin
+from mainstem.runner.rounded_pages import RoundedPages
 
 MARK = b"mainstem weights 1"
 
@@ -293,7 +294,11 @@ class CpuParts:
 
     def sleep(self, level: int) -> None:
         """Free the memory of pages; at level 1, weights stay where they are."""
-        for tensor in self._runner.pages.tensors:
+        pages = self._runner.pages
+        tensors = list(pages.tensors)
+        if isinstance(pages, RoundedPages):
+            tensors += map(pages.opened, range(pages.num_layers))
+        for tensor in tensors:
             _give_back(tensor)
         if level == 2:
             self._runner.exchange(None)

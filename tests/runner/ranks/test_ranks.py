@@ -8,6 +8,7 @@ that these bits decide one of a few hundred tokens of a random model is below on
 import random
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from time import monotonic, sleep
@@ -24,6 +25,7 @@ from mainstem.core.config import (
     DType,
     EngineConfig,
     Fetch,
+    KvDType,
     ModelConfig,
     SchedConfig,
     StoreConfig,
@@ -183,6 +185,22 @@ def test_two_ranks_answer_as_one_process(folder: Path, tmp_path: Path, expected:
         assert_same(asked(engine, shared_prompts("second ")), expected)
         assert counters.loaded_pages["disk"] + counters.prefetched_pages
         kill_a_rank(engine, 0.05, victim=0)
+
+
+def test_rounded_pages_on_ranks(folder: Path, tmp_path: Path) -> None:
+    """Pages are moved, stored and loaded again."""
+    found = []
+    for num_ranks in (1, 2):
+        config = a_config(num_ranks, tmp_path / str(num_ranks))
+        config = replace(config, cache=replace(config.cache, kv_dtype=KvDType.FP8))
+        bus = EventBus()
+        counters = Counters().attach(bus)
+        with closing(build_engine(folder, config, bus)) as engine:
+            found.append(answers(engine))
+        assert counters.preemptions
+        assert counters.moved_pages
+        assert counters.loaded_pages["host"]
+    assert_same(found[1], found[0])
 
 
 def test_the_error_for_an_impossible_number_of_ranks_names_the_possible_ones(folder: Path) -> None:
