@@ -1,6 +1,7 @@
 """States of recurrent layers go to lower tiers and come back, for exactly the tokens in them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,19 @@ def test_prompts_that_part_in_a_page_start_at_the_page_before_it_after_a_restart
     tiered.engine.close()
     tiered = a_hybrid(disk_dir=tmp_path)
     assert [answer(tiered, prompt, 2) for prompt in prompts[2:]] == [48, 48, 50]
+
+
+def test_a_tenant_finds_the_stored_state_after_public_pages_of_another() -> None:
+    rng, tiered = np.random.default_rng(6), a_hybrid()
+    public, starts = rng.integers(0, VOCAB, 50).tolist(), []
+    for tenant in (b"a", b"b", b"a"):
+        request = a_request([*public, *rng.integers(0, VOCAB, 9).tolist()], 2, salt=tenant)
+        found = run_all(tiered.engine, [replace(request, public_tokens=50)])
+        starts.append(found.outputs[0].num_cached_tokens)
+        tiered.store.flush()
+        tiered.store.clear_device()
+    assert starts == [0, 48, 48]
+    tiered.engine.close()
 
 
 def test_a_state_that_lost_a_piece_is_a_miss(tmp_path: Path) -> None:
