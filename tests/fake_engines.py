@@ -6,7 +6,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from mainstem.core.config import EngineConfig
-from mainstem.core.events import EventBus, StepFinished
+from mainstem.core.events import EventBus, SequenceFinished, StepFinished
+from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Step
 from mainstem.server.link.engine_host import PROBE
@@ -60,12 +61,14 @@ class FakeEngines:
         self._max_model_len = max_model_len
         self.config: EngineConfig | None = None
         self.engine: TextEngine | None = None
+        self.finished: list[RequestId] = []  # requests by the end of each answer
         self.at_step: Callable[[StepFinished], None] | None = None
         self.at_launch: Callable[[Step], None] | None = None  # if it raises, the step fails
 
     def __call__(self, config: EngineConfig, bus: EventBus | None = None) -> TextEngine:
         bus = bus or EventBus()
         bus.subscribe(StepFinished, self._stepped)
+        bus.subscribe(SequenceFinished, self._ended)
         runner = FakeRunner(self._num_pages, 4, VOCAB)
         runner.at_launch = self._launched
         engine = an_engine(
@@ -90,6 +93,10 @@ class FakeEngines:
     def _launched(self, step: Step) -> None:
         if self.at_launch is not None:
             self.at_launch(step)
+
+    def _ended(self, event: SequenceFinished) -> None:
+        if event.request_id != PROBE:
+            self.finished.append(event.request_id)
 
     def _stepped(self, event: StepFinished) -> None:
         if self.at_step is not None:

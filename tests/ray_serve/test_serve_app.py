@@ -42,7 +42,7 @@ class Fleet:
     client: OpenAI
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", headers=_key(ADMIN), timeout=60)
+        return httpx.get(f"{self.url}{path}", headers=_key(ADMIN), timeout=300)
 
     def post(self, path: str, body: dict[str, Any] | None = None, key: str = ALICE) -> Any:
         return httpx.post(f"{self.url}{path}", json=body, headers=_key(key), timeout=300)
@@ -101,7 +101,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(app(arguments), name="mainstem")
         url = f"http://127.0.0.1:{port}"
-        with OpenAI(base_url=f"{url}/v1", api_key=ALICE, max_retries=0, timeout=60) as client:
+        with OpenAI(base_url=f"{url}/v1", api_key=ALICE, max_retries=0, timeout=300) as client:
             made = Fleet(url, client)
             until(lambda: made.states() == UP)
             yield made

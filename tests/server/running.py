@@ -2,12 +2,13 @@
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import sleep
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ import uvloop
 from mainstem.cli.serve import APPS_FILE, Server
 from mainstem.core.config import EngineConfig
 from mainstem.core.json import AnyJson
+from mainstem.core.step import Step
 from mainstem.server.apps import AppFile, AppRegistry
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Access, KeyRing
@@ -34,6 +36,27 @@ T = TypeVar("T")
 ALICE, BOB, ADMIN = "alice-key-0123456789", "bob-key-0123456789ab", "admin-key-0123456789"
 
 
+class Hold:
+    """Stops the engine before a step, so that a test can look at what runs, however slow it is.
+    What earlier steps gave has been sent to the front."""
+
+    def __init__(self, is_time: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+        self._is_time, self._is_over = is_time, is_over
+        self._has_stopped, self._may_go_on = Event(), Event()
+
+    def __call__(self, _: Step) -> None:
+        if not self._may_go_on.is_set() and self._is_time():
+            self._has_stopped.set()
+            until(lambda: self._may_go_on.is_set() or self._is_over())
+
+    def wait(self) -> None:
+        """Wait until the engine has stopped."""
+        assert self._has_stopped.wait(LIMIT_S), "it was never time"
+
+    def release(self) -> None:
+        self._may_go_on.set()
+
+
 @dataclass
 class Running:
     """A running server, with the calls that tests need."""
@@ -45,6 +68,7 @@ class Running:
     thread: Thread
     host: str
     port: int
+    _hold: Hold | None = None
 
     @property
     def url(self) -> str:
@@ -90,9 +114,23 @@ class Running:
         """From now on every step takes this much longer."""
         self.engines.at_step = lambda _: sleep(seconds)
 
+    def hold_when(self, is_time: Callable[[], bool]) -> Hold:
+        """From now on the engine stops before a step if it `is_time`, until it is released or
+        the server closes the engine."""
+        hold = self._hold = Hold(is_time, self.gateway.engine._closing.is_set)
+        self.engines.at_launch = hold
+        return hold
+
+    def hold_after(self, num_steps: int) -> Hold:
+        """From now on the engine takes `num_steps` steps; see `hold_when`."""
+        steps = count()
+        return self.hold_when(lambda: next(steps) >= num_steps)
+
     def settle(self) -> None:
         """Wait until no request is open, then check that no page is held."""
         self.engines.at_step = None
+        if self._hold is not None:
+            self._hold.release()
         until(lambda: self.gateway.engine.num_open == 0 and self.gateway.gate.open_answers == 0)
 
         async def look() -> None:

@@ -1,5 +1,6 @@
 """Batches on a disk that fails, or with files that a kill has cut: no answer is lost."""
 
+import asyncio
 import errno
 import io
 import os
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from time import sleep
 from typing import Any
 
@@ -19,8 +21,8 @@ from mainstem.server.kept import batch_results, batch_store
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines
-from tests.server.running import Running, a_server
-from tests.waiting import until
+from tests.server.running import Hold, Running, a_server
+from tests.waiting import LIMIT_S, until
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -82,14 +84,19 @@ def num_answered(running: Running, batch_id: str) -> int:
     return int(running.get(f"/v1/batches/{batch_id}").json()["request_counts"]["completed"])
 
 
+def hold_at_some_answers(running: Running) -> Hold:
+    """Most rows of the batches that begin are not answered before the hold's release."""
+    return running.hold_when(lambda: len(running.engines.finished) > 5)
+
+
 @pytest.mark.parametrize("kind", ["answer", "file", "state"])
 def test_a_batch_continues_after_a_full_disk(tmp_path: Path, disk: Disk, kind: str) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
-        running.pause(0.02)
+        hold = hold_at_some_answers(running)
         batch_id = begin(client, 30)
         until(lambda: num_answered(running, batch_id) > 5)
         with disk.full(kind):
-            running.engines.at_step = None
+            hold.release()
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
         batch = client.batches.retrieve(batch_id)
         assert batch.status == "completed"
@@ -99,7 +106,6 @@ def test_a_batch_continues_after_a_full_disk(tmp_path: Path, disk: Disk, kind: s
 
 def test_writes_to_a_full_disk_are_tried_less_and_less_often(tmp_path: Path, disk: Disk) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
-        running.pause(0.02)
         batch_id = begin(client, 10)
         with disk.full("answer", "state"):
             sleep(1.0)
@@ -156,7 +162,7 @@ def test_a_batch_ends_although_a_kill_came_before_its_end_was_recorded(tmp_path:
 
 def test_a_cancelled_batch_with_an_incomplete_line_keeps_its_answers(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
-        running.pause(0.02)
+        hold_at_some_answers(running)
         batch_id = begin(client, 40)
         until(lambda: num_answered(running, batch_id) > 5)
     shelf = BatchStore(tmp_path / "batches")
@@ -193,7 +199,7 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
     tmp_path: Path, disk: Disk
 ) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
-        running.pause(0.02)
+        hold = hold_at_some_answers(running)
         at_work, queued = begin(client, 60), begin(client, 60)
         until(lambda: num_answered(running, at_work) > 5)
         with disk.full("answer", "file", "state"):
@@ -201,6 +207,7 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
                 for _ in range(2):  # a client that asks again gets the same reply
                     reply = running.post(f"/v1/batches/{batch_id}/cancel", {})
                     assert (reply.status_code, reply.json()["status"]) == (200, "cancelling")
+        hold.release()
         for batch_id in (queued, at_work):
             until(lambda: client.batches.retrieve(batch_id).status == "cancelled")  # noqa: B023
         kept = client.batches.retrieve(at_work)
@@ -215,11 +222,12 @@ def test_a_batch_cancelled_while_its_files_are_made_does_not_make_them_twice_at_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, at_it, most_at_it = batch_results.write_parts, [], []
+    is_cancelled = Event()
 
     def slow_part(files: FileStore, batch: Batch, work: Path, status: BatchStatus) -> Batch:
         at_it.append(batch.batch_id)
         most_at_it.append(len(at_it))
-        sleep(0.5)
+        assert is_cancelled.wait(LIMIT_S)
         made = part(files, batch, work, status)
         at_it.remove(batch.batch_id)
         return made
@@ -229,6 +237,8 @@ def test_a_batch_cancelled_while_its_files_are_made_does_not_make_them_twice_at_
         batch_id = begin(client, 3)
         until(lambda: bool(at_it))
         client.batches.cancel(batch_id)
+        running.on_loop(asyncio.sleep(0.1))  # for a second attempt that does not wait
+        is_cancelled.set()
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
         ended = client.batches.retrieve(batch_id)
         assert ended.status == "cancelled"

@@ -46,7 +46,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def a_client(running: Running, key: str = ALICE) -> Any:
-    return anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=300)
 
 
 def a_request(name: str, **fields: object) -> AnyJson:

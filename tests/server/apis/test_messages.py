@@ -46,7 +46,7 @@ def with_tools(shared_with_tools: Running) -> Iterator[Running]:
 
 
 def a_client(running: Running, key: str = "none") -> Any:
-    return anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=30)
+    return anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=300)
 
 
 def send(running: Running, key: str | None = None, **fields: object) -> AnyJson:
@@ -367,17 +367,24 @@ def test_a_stream_without_output_sends_pings(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_stream, "PING_S", 0.01)
-    server.pause(0.1)
-    told = stream(server, BODY | {"max_tokens": 3})
-    kinds = [each["type"] for each in told]
-    assert kinds.count("ping") > 3
+    hold = server.hold_after(1)
+    with server.client.stream(
+        "POST", "/v1/messages", json=BODY | {"max_tokens": 3, "stream": True}
+    ) as reply:
+        lines, num_pings = list[str](), 0
+        for line in reply.iter_lines():
+            lines.append(line)
+            num_pings += line == "event: ping"
+            if num_pings == 5:
+                hold.release()
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     text = "".join(each["delta"]["text"] for each in told if each["type"] == "content_block_delta")
     assert text == send(server, max_tokens=3)["content"][0]["text"]
 
 
 def test_a_stream_that_cannot_continue_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_server() as running:
-        running.pause(0.05)
+        hold = running.hold_after(1)
         with running.client.stream("POST", "/v1/messages", json=BODY | {"stream": True}) as reply:
             lines = reply.iter_lines()
             assert next(lines) == "event: message_start"
@@ -387,6 +394,7 @@ def test_a_stream_that_cannot_continue_reports_why(monkeypatch: pytest.MonkeyPat
 
             running.on_loop(fail())
             rest = list(lines)
+            hold.release()
         assert rest[-3] == "event: error"
         error = json.loads(rest[-2].removeprefix("data: "))
         assert error["error"] == {"type": "overloaded_error", "message": "gone"}

@@ -38,7 +38,7 @@ def process(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def client(process: Process) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{process.url}/v1", api_key=ALICE, max_retries=0, timeout=60) as made:
+    with OpenAI(base_url=f"{process.url}/v1", api_key=ALICE, max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -285,7 +285,7 @@ def test_anthropics_client_gets_the_same_answer(client: OpenAI, process: Process
 
 def test_the_cache_is_reset_by_an_admin(client: OpenAI, process: Process) -> None:
     headers = {"authorization": f"Bearer {ADMIN}"}
-    reset = httpx.post(f"{process.url}/admin/reset_prefix_cache", headers=headers, timeout=60)
+    reset = httpx.post(f"{process.url}/admin/reset_prefix_cache", headers=headers, timeout=300)
     assert reset.json()["forgotten_pages"] > 0
 
 

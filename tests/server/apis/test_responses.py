@@ -30,7 +30,7 @@ LONG = "Something to say that is long enough to fill a good number of pages of f
 
 @pytest.fixture
 def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
 

@@ -21,7 +21,7 @@ BODY: AnyJson = {
 @pytest.fixture
 def client(locked: Running) -> Iterator[OpenAI]:
     """A client whose key has no stored chats."""
-    made = OpenAI(base_url=f"{locked.url}/v1", api_key=ALICE, max_retries=0, timeout=60)
+    made = OpenAI(base_url=f"{locked.url}/v1", api_key=ALICE, max_retries=0, timeout=300)
     with made:
         yield made
         for chat in made.chat.completions.list():

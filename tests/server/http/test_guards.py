@@ -52,7 +52,7 @@ def refused_early(server: Running, path: bytes, length: int) -> Iterator[socket.
     """A connection that has received the reply to a request before it sent the request's body."""
     head = b"%b %b HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n"
     method = b"GET" if path == b"/health" else b"POST"
-    with socket.create_connection((server.host, server.port), timeout=60) as connection:
+    with socket.create_connection((server.host, server.port), timeout=300) as connection:
         connection.sendall(head % (method, path, length))
         received = b""
         while b"\r\n\r\n" not in received:
@@ -70,7 +70,7 @@ def refused_early(server: Running, path: bytes, length: int) -> Iterator[socket.
 
 def test_a_body_whose_announced_size_exceeds_the_limit_is_refused(tight: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 99999999999\r\n\r\n"
-    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
@@ -267,7 +267,7 @@ def test_headers_must_come_in_time(tight: Running) -> None:
 
 
 def test_headers_that_trickle_in_do_not_gain_time(tight: Running) -> None:
-    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         began = time.perf_counter()
         received = b""
@@ -284,7 +284,7 @@ def test_headers_that_trickle_in_do_not_gain_time(tight: Running) -> None:
 
 def test_a_body_must_come_in_time(tight: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 100\r\n\r\n{"
-    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
@@ -341,7 +341,7 @@ def test_bytes_that_follow_a_request_do_not_end_its_answer(tight: Running) -> No
     fields = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": True}
     body = json.dumps(fields).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
         connection.sendall(head + body)
         received = connection.recv(4096)
         connection.sendall(b"\r\n")
@@ -434,7 +434,7 @@ def test_every_request_of_a_key_counts_in_its_rate() -> None:
 )
 def test_a_request_names_one_host(tight: Running, head: bytes, status: bytes) -> None:
     """RFC 9112, 3.2: without Host, or with several, the reply is 400."""
-    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
         connection.sendall(head)
         assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
 
@@ -457,7 +457,7 @@ def test_a_client_that_disconnects_frees_its_pages(tight: Running, is_streaming:
         {"prompt": "leaving", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
     ).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
         connection.sendall(head + body)
         until(lambda: tight.gateway.engine.snapshot.num_running == 1)
     until(lambda: tight.gateway.engine.num_open == 0)

@@ -87,7 +87,7 @@ def test_a_stream_that_waits_for_the_engine_sends_pings(
 
 
 def test_the_openai_client_ignores_pings(server: Running, held: Held) -> None:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=30) as client:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=300) as client:
         chunks = client.chat.completions.create(
             model="fake",
             messages=[{"role": "user", "content": "hello"}],
@@ -103,7 +103,7 @@ def test_the_openai_client_ignores_pings(server: Running, held: Held) -> None:
 
 
 def test_the_openai_client_ignores_pings_in_responses(server: Running, held: Held) -> None:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=30) as client:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=300) as client:
         events = client.responses.create(
             model="fake", input="hello", max_output_tokens=5, stream=True
         )

@@ -15,7 +15,7 @@ from mainstem.server.kept import pruning
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from mainstem.server.kept.pruning import Pruner
-from tests.server.apis.test_batch_faults import num_answered
+from tests.server.apis.test_batch_faults import hold_at_some_answers, num_answered
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines, run
 from tests.server.running import Running, a_server
 from tests.waiting import until
@@ -92,13 +92,13 @@ def test_a_file_reports_when_it_expires(tmp_path: Path) -> None:
 
 def test_the_file_of_a_running_batch_is_kept_however_old(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
-        running.pause(0.02)
+        hold = running.hold_after(1)
         made = upload(running, lines([a_row(f"r{n}", f"row {n}") for n in range(40)]))
         first, queued = (create(running, made["id"]).json()["id"] for _ in range(2))
         until(lambda: client.batches.retrieve(first).status == "in_progress")
         age_files(tmp_path)
         prune(running)
-        running.engines.at_step = None
+        hold.release()
         for batch_id in (first, queued):
             until(lambda: client.batches.retrieve(batch_id).status in ENDED)  # noqa: B023
             batch = client.batches.retrieve(batch_id)
@@ -170,7 +170,7 @@ def test_if_there_are_too_many_batches_those_without_files_are_removed_first(
 
 def test_a_batch_that_fails_keeps_its_answers(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
-        running.pause(0.02)
+        hold_at_some_answers(running)
         rows = [a_row(f"r{n}", f"row {n}", max_tokens=3 + n) for n in range(60)]
         made = upload(running, lines(rows))
         batch_id = create(running, made["id"]).json()["id"]

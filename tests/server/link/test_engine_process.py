@@ -62,7 +62,7 @@ class Stream:
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        self._connection = socket.create_connection((host, int(port)), timeout=30)
+        self._connection = socket.create_connection((host, int(port)), timeout=300)
         self._connection.sendall(head.encode() + body)
         self._thread = Thread(target=self._read)
         self._thread.start()

@@ -56,7 +56,7 @@ def test_a_further_signal_ends_the_wait_for_saves(
         (tmp_path / STUCK).touch()
         num_cached(process, UNSAVED)
         host, port = process.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=300) as connection:
             connection.sendall(UPLOAD if has_upload else UPLOAD[:4])
             try:
                 assert press_until_it_ends(process, number) == 128 + number
