@@ -9,6 +9,8 @@ ttft_ms        from sending a request to its first text
 itl_ms         from one piece of text to the next
 e2e_ms         from sending a request to the end of its answer
 norm_ms        e2e over output tokens: the normalized latency of the vLLM and RelayAttention papers
+minute_ttft_ms_p99 and later_ttft_ms_p99: of the requests sent in the first minute, which a server
+that compiles or warms up answers late, and of the others
 goodput_per_s  requests per second whose TTFT and mean ITL are within the --slo limits
 """
 
@@ -40,6 +42,8 @@ from mainstem_bench.sse_client import (
     find_model,
     stream_chat,
 )
+
+MINUTE_S = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -265,6 +269,11 @@ def summary(
     per_token_s = [answer.total_s / max(1, answer.num_output) for answer in good]
     gaps_s = [gap for answer in good for gap in answer.gaps_s]
     made |= spread("ttft_ms", [answer.first_s for answer in good])
+    minute_ends_s = min((answer.sent_s for answer in answers), default=0.0) + MINUTE_S
+    minute = [answer.first_s for answer in good if answer.sent_s < minute_ends_s]
+    later = [answer.first_s for answer in good if answer.sent_s >= minute_ends_s]
+    for name, first_s in (("minute_ttft_ms", minute), ("later_ttft_ms", later)):
+        made[f"{name}_p99"] = spread(name, first_s)[f"{name}_p99"]
     made |= spread("itl_ms", gaps_s)
     made |= spread("e2e_ms", e2e_s)
     made |= spread("norm_ms", per_token_s)

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
@@ -287,6 +288,16 @@ def test_goodput_counts_requests_within_both_limits() -> None:
     assert summary(answers, 2.0, LoadLimits())["goodput_per_s"] == 1.5
     assert summary(answers, 2.0, LoadLimits(ttft_s=0.5))["goodput_per_s"] == 1.0
     assert summary(answers, 2.0, LoadLimits(ttft_s=0.5, itl_s=0.1))["goodput_per_s"] == 0.5
+
+
+def test_the_first_minute_is_told_apart() -> None:
+    """A server that compiles at its first requests answers only these late."""
+    late = [an_answer(5.0, 0.01), an_answer(0.1, 0.01)]
+    quick = [replace(an_answer(0.2, 0.01), sent_s=70.0, piece_s=[70.2, 70.21, 70.22])]
+    found = summary([*quick, *late], 62.0, LoadLimits())
+    assert found["minute_ttft_ms_p99"] == pytest.approx(4951)
+    assert found["later_ttft_ms_p99"] == pytest.approx(200)
+    assert summary(late, 2.0, LoadLimits())["later_ttft_ms_p99"] is None
 
 
 def test_synthetic_conversations_are_seeded_and_groups_share_an_opening() -> None:
