@@ -173,21 +173,19 @@ class Starter:
         self._start_waiting(work, before=None)
 
     def _let_cached_overtake(self, started: Sequence) -> None:
-        """Let waiting prompts overtake `started` if few of their tokens are left to compute."""
+        """Let waiting prompts overtake `started` if few of their tokens are left to compute, and
+        none to load."""
+        if self._running.num_slots == self._max_seqs:
+            return
         num_looked_up = 0
         for sequence in self._queue.first(OVERTAKEN):
-            is_planned = sequence.request.plan_place is not None
-            if (
-                is_planned
-                or num_looked_up >= LOOK_UP_PAGES
-                or self._running.num_slots == self._max_seqs
-            ):
+            if sequence.request.plan_place is not None or num_looked_up >= LOOK_UP_PAGES:
                 return
             if sequence.is_light or sequence.request.priority > started.request.priority:
                 continue
             num_looked_up += sequence.num_named_pages
             found = self._look_up(sequence)
-            if found.awaited is None:
+            if found.awaited is None and not found.num_pages_to_load:
                 num_cached = len(found.match.pages) * self._page_size
                 self._queue.move_up(sequence, found.num_known - num_cached)
 
