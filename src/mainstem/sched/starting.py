@@ -173,9 +173,10 @@ class Starter:
         self._start_waiting(work, before=None)
 
     def _let_cached_overtake(self, started: Sequence) -> None:
-        """Let waiting prompts overtake `started` if few of their tokens are left to compute, and
-        none to load."""
-        if self._running.num_slots == self._max_seqs:
+        """Let waiting prompts overtake `started` if few of their tokens are left to compute. With
+        lower tiers, only `_load_ahead` does so: the order in which their pages are evicted and
+        loaded is that of the queue."""
+        if self._loader.fetching is not None or self._running.num_slots == self._max_seqs:
             return
         num_looked_up = 0
         for sequence in self._queue.first(OVERTAKEN):
@@ -185,7 +186,7 @@ class Starter:
                 continue
             num_looked_up += sequence.num_named_pages
             found = self._look_up(sequence)
-            if found.awaited is None and not found.num_pages_to_load:
+            if found.awaited is None:
                 num_cached = len(found.match.pages) * self._page_size
                 self._queue.move_up(sequence, found.num_known - num_cached)
 
