@@ -317,3 +317,29 @@ def test_a_turn_leaves_folds_the_slots_that_they_need(num_states: int, num_short
     assert not preempted
     for name, (prompt, length) in asked.items():
         assert collector.tokens[name, 0] == fake_answer(prompt, length, VOCAB)
+
+
+def test_a_prompt_with_rows_is_not_cut_if_that_takes_the_slot_of_a_fold() -> None:
+    """Three of five slots have what three siblings read and keep, and two of these will fold. The
+    first of two answers has rows because there is no slot, and the second would like its state."""
+    bus, preempted = EventBus(), list[SequencePreempted]()
+    bus.subscribe(SequencePreempted, preempted.append)
+    runner, stem = a_runner(5), list(range(4 * PAGE))
+    engine = an_engine_with_rows(runner, 5, num_rows=32, bus=bus)
+    run_all(engine, [a_request([*stem, 60, 1], 2, keep_tokens=4 * PAGE)])
+    asked = {f"long {i}": ([*stem, 90 + i, *range(24)], 30) for i in range(2)}
+    asked["short"] = [*stem, 80], 30
+    collector = Collector()
+    for name, (prompt, length) in asked.items():
+        engine.submit(a_request(prompt, length, name=name))
+    collector.add(engine.step())
+    assert most_with_rows(runner.steps[-1:]) == 3
+    asked["two"] = [*stem, 70, *range(20)], 11
+    sampling = SamplingParams(n=2, temperature=0.0, max_tokens=11)
+    engine.submit(a_request(asked["two"][0], name="two", sampling=sampling))
+    while engine.has_work:
+        collector.add(engine.step())
+        engine.check()
+    assert not preempted
+    for (name, _), tokens in collector.tokens.items():
+        assert tokens == fake_answer(*asked[name], VOCAB)

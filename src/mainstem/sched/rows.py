@@ -43,6 +43,10 @@ class SequenceRows:
         """How many slots for states are needed later."""
         return len(self._to_fold)
 
+    def num_others_to_fold(self, slot: SeqSlot) -> int:
+        """Likewise of other sequences than this one."""
+        return len(self._to_fold) - (int(slot) in self._to_fold)
+
     def fit(self, found: Candidate, position: int, budget: int) -> bool:
         """Whether a sequence that starts from a state at `position` could keep rows. Its first
         chunk has at most `budget` tokens."""

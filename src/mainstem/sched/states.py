@@ -269,10 +269,11 @@ class SequenceStates:
             begin, end = chunk.num_before, chunk.num_before + len(chunk.token_ids)
             num_segments = 1
             last = int(table.state_own[chunk.slot])
+            has_rows = last == NO_STATE  # and writes no state
             for position in self._take_cuts(chunk.slot, end):
                 place = self._place(chunk.slot, position)
                 names.append(place.name())
-                if place in kept or self._states.has(place):
+                if has_rows or place in kept or self._states.has(place):
                     continue
                 if (free := self._states.take()) is None:
                     continue
@@ -310,15 +311,16 @@ class SequenceStates:
 
     def _cut_instead_of_rows(self, chunks: list[Chunk]) -> None:
         """Prompts that start with rows, and in which others wait for a state, get a slot for their
-        own state after all, if there is one."""
+        own state after all, if there is one that no other sequence needs for a fold."""
         if self.rows is None:
             return
         for chunk in chunks:
             if self.rows.has(chunk.slot) and self._table.sequence(chunk.slot) in self._cuts:
-                if (own := self._states.take()) is None:
-                    return
-                self._table.state_own[chunk.slot] = own
-                self.rows.leave(chunk.slot)
+                if not self._states.has_room(1 + self.rows.num_others_to_fold(chunk.slot)):
+                    continue
+                if (own := self._states.take()) is not None:
+                    self._table.state_own[chunk.slot] = own
+                    self.rows.leave(chunk.slot)
 
     def _change_slots(self, decodes: Int32s) -> None:
         """At the end of a page a decode writes to its other slot from now on, if there are tiers
