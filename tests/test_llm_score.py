@@ -161,7 +161,7 @@ def test_scores_can_be_awaited_on_an_event_loop(monkeypatch: pytest.MonkeyPatch)
                 await other.score("x" * 10_000, CHOICES)
         assert not other._listeners
 
-    asyncio.run(asyncio.wait_for(ask(), 30))
+    asyncio.run(asyncio.wait_for(ask(), 300))
 
 
 def test_if_steps_fail_because_of_a_context_only_its_result_has_an_error(

@@ -22,6 +22,7 @@ from mainstem.text.grammar import StructuredOutputsParams
 from mainstem.text.results import AnswerPiece
 from tests.fake_engines import FakeEngines, expected_text
 from tests.fake_llm import a_fake_async_llm, a_fake_llm
+from tests.waiting import LIMIT_S
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=9)
@@ -207,7 +208,7 @@ class Loop:
         self._patch = patch
 
     def run(self, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
-        asyncio.run(asyncio.wait_for(self._run(body), 30))
+        asyncio.run(asyncio.wait_for(self._run(body), LIMIT_S))
 
     async def _run(self, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
         async with a_fake_async_llm(self._engines, self._patch) as llm:
@@ -290,7 +291,7 @@ def test_an_async_stream_ends_when_its_caller_stops_reading(
         with pytest.raises(asyncio.CancelledError):
             await task
         await comes_to_rest(llm)
-        assert await asyncio.wait_for(llm.generate("one", SHORT), 10)
+        assert await asyncio.wait_for(llm.generate("one", SHORT), LIMIT_S)
 
     num_steps = 0
 
@@ -306,7 +307,7 @@ def test_an_async_stream_ends_when_its_caller_stops_reading(
 
 def test_closing_ends_async_streams_with_an_error(loop: Loop, engines: FakeEngines) -> None:
     def slow(_: Step) -> None:
-        Event().wait(0.005)
+        Event().wait(0.05)  # the whole of an answer would take 15 s
 
     engines.at_launch = slow
 
@@ -387,7 +388,7 @@ def test_a_closed_event_loop_leaves_nothing_running(
     kept: list[object] = []
     llm = a_fake_async_llm(engines, monkeypatch)
     asyncio.run(first(llm))
-    asyncio.run(asyncio.wait_for(second(llm), 30))
+    asyncio.run(asyncio.wait_for(second(llm), LIMIT_S))
 
 
 def test_a_prompt_that_cannot_be_queued_ends_alone(
@@ -408,7 +409,7 @@ def test_a_prompt_that_cannot_be_queued_ends_alone(
     async def ask() -> str:
         other = asyncio.ensure_future(llm.generate("one", NINE))
         with pytest.raises(AnswerFailed, match="a callback failed"):
-            await asyncio.wait_for(llm.generate("one", FIVE), 20)
+            await asyncio.wait_for(llm.generate("one", FIVE), LIMIT_S)
         answer = await other
         await llm.close()
         return answer.outputs[0].text
@@ -425,7 +426,7 @@ def test_closing_does_not_hang_if_the_engine_fails(
         stream = llm.stream("one", LONG)
         await anext(stream)
         monkeypatch.setattr(llm.text_engine, "abort", lambda _: fail())
-        await asyncio.wait_for(llm.close(), 20)
+        await asyncio.wait_for(llm.close(), LIMIT_S)
 
     def fail() -> None:
         raise RuntimeError("the device is gone")

@@ -6,6 +6,7 @@ from time import monotonic
 import zmq
 
 from tests.kv.mirror import Mirror
+from tests.waiting import LIMIT_S
 
 TOPIC = "kv@pod@model"
 END = b"\xff" * 8
@@ -36,7 +37,7 @@ class Router:
 
     def follow(self, num_batches: int) -> None:
         """Return when the first `num_batches` have been read."""
-        deadline_s = monotonic() + 30
+        deadline_s = monotonic() + LIMIT_S
         while self.next < num_batches:
             assert monotonic() < deadline_s, "the batches did not arrive"
             if not self._in.poll(50) or not self._take(self._in.recv_multipart()):
@@ -66,7 +67,7 @@ class Router:
         self._replay.send_multipart([b"", first.to_bytes(8, "big")])
         got: list[list[bytes]] = []
         while True:
-            assert self._replay.poll(10_000), "the replay has no end mark"
+            assert self._replay.poll(1000 * LIMIT_S), "the replay has no end mark"
             empty, *message = self._replay.recv_multipart()
             assert empty == b""
             if message == [b"", END, b""]:

@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         if question == "slow":
             if not self.server.is_old:
                 self._event({"role": "assistant", "content": ""})
-            self.server.is_prompt_read.wait(20)
+            self.server.is_prompt_read.wait(300)
         if question == "cut":
             yield "half of an"
             raise ConnectionError

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mainstem.text.encoding import App
+from tests.fake_engines import FakeEngines
 from tests.server.running import ALICE, Running, a_server
 from tests.server_page.browser import Page
 from tests.waiting import until
@@ -15,7 +16,7 @@ POLITE = App("polite", "You answer politely and never lose your patience with an
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with a_server([POLITE]) as made:
+    with a_server([POLITE], engines=FakeEngines(8192, max_model_len=7000)) as made:
         yield made
 
 
@@ -68,7 +69,7 @@ def test_choices_are_scored(page: Page) -> None:
 def test_the_tree_shows_sharing_and_a_client_that_disconnects_frees_its_pages(
     page: Page, running: Running
 ) -> None:
-    running.pause(0.02)
+    running.pause(0.05)  # each answer would take five minutes
     for question in ("How are you?", "Me too."):
         status = page.run(
             f"""
@@ -78,7 +79,7 @@ def test_the_tree_shows_sharing_and_a_client_that_disconnects_frees_its_pages(
               headers: {{"Content-Type": "application/json"}},
               signal: window.aside.signal,
               body: JSON.stringify({{
-                model: "fake:polite", max_tokens: 400, stream: true, ignore_eos: true,
+                model: "fake:polite", max_tokens: 6000, stream: true, ignore_eos: true,
                 messages: [{{role: "user", content: "{question}"}}],
               }}),
             }}).then((reply) => reply.status)

@@ -248,22 +248,22 @@ def test_no_request_waits_while_another_form_is_compiled(monkeypatch: pytest.Mon
 
     def slowly(form: str, words: LLTokenizer) -> LLMatcher:
         begun.set()
-        assert may_end.wait(60)
+        assert may_end.wait(300)
         return compile_hard(form, words)
 
     monkeypatch.setattr(grammar, "_matcher", slowly)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(grammars.compile, hard)
-        assert begun.wait(60)
+        assert begun.wait(300)
         second = pool.submit(grammars.compile, hard)
         try:
-            assert pool.submit(grammars.compile, easy).result(20) is ready
+            assert pool.submit(grammars.compile, easy).result(300) is ready
             assert grammars.find(easy) is ready
             assert grammars.find(hard) is None
             assert not first.done()
         finally:
             may_end.set()
-        assert first.result(20) is second.result(20), "the form was compiled twice"
+        assert first.result(300) is second.result(300), "the form was compiled twice"
 
 
 def test_a_form_that_was_refused_is_refused_again() -> None:
@@ -440,20 +440,20 @@ def test_an_owner_does_not_wait_for_all_forms_of_another(monkeypatch: pytest.Mon
     def slowly(form: str, words: LLTokenizer) -> LLMatcher:
         begun.append(form)
         if "hard" in form:
-            assert may_end.wait(60)
+            assert may_end.wait(300)
         return compile_(form, words)
 
     monkeypatch.setattr(grammar, "_matcher", slowly)
     queue = FormQueue(Grammars(a_tokenizer()))
     try:
         hard = [queue.submit(regex_form(f"hard {number}"), "one") for number in range(5)]
-        queue.submit(regex_form("easy"), "two").result(20)
+        queue.submit(regex_form("easy"), "two").result(300)
         assert [form for form in begun if "hard" in form] == [regex_form("hard 0")]
         may_end.set()
-        assert all(future.result(20) for future in hard)
+        assert all(future.result(300) for future in hard)
         assert queue.submit(regex_form("easy"), "two").done()
         with pytest.raises(InvalidRequest):
-            queue.submit(regex_form("(a"), "two").result(20)
+            queue.submit(regex_form("(a"), "two").result(300)
     finally:
         may_end.set()
         queue.close()

@@ -5,12 +5,14 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 from threading import Event, Thread
+from time import monotonic
 
 import pytest
 
 from mainstem.core.config import EngineConfig, SchedConfig
 from mainstem.core.json import AnyJson
 from mainstem.core.request import SamplingParams
+from mainstem.kv import stack as stack_module
 from mainstem.server.link.engine_client import EngineClient
 from mainstem.text.text_engine import TextEngine
 from tests.builders import a_request
@@ -18,7 +20,7 @@ from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.kv.tiered import a_tiered_engine
 from tests.server.running import a_server
 from tests.server.thread_engine import ThreadEngine
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 NUM_PAGES = 25
 
@@ -29,19 +31,24 @@ def num_on_disk(folder: Path) -> int:
         return int(index.execute("SELECT count(*) FROM pages").fetchone()[0])
 
 
-@pytest.mark.serial
-def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> None:
+def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There are more pages than are saved at once; the rest is saved although no request
     follows."""
 
+    later_s = 0.0
+    monkeypatch.setattr(stack_module, "monotonic", lambda: monotonic() + later_s)
+
     async def become(count: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while num_on_disk(tmp_path) != count:
                 await asyncio.sleep(0.02)
 
     async def serve() -> None:
+        nonlocal later_s
         tiered = a_tiered_engine(
-            num_pages=32, num_slots=32, disk_dir=tmp_path, ttl_s=4.0, chunk_tokens=512
+            num_pages=32, num_slots=32, disk_dir=tmp_path, ttl_s=1e6, chunk_tokens=512
         )
         text_engine = TextEngine(tiered.engine, a_tokenizer())
         engine = EngineClient(text_engine.tokenizer, lambda: ThreadEngine(text_engine))
@@ -52,6 +59,7 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
         async for _ in answering:
             pass
         await become(NUM_PAGES)
+        later_s = 2e6
         await become(0)
         await engine.close()
 
@@ -65,7 +73,7 @@ def test_a_long_step_is_reported_while_it_runs() -> None:
     with a_server(engines=engines, config=config) as running:
 
         def wait(_: object) -> None:
-            assert go.wait(60)
+            assert go.wait(LIMIT_S)
 
         engines.at_launch = wait
         body = {"prompt": "x" * 200, "max_tokens": 2, "ignore_eos": True}
