@@ -56,7 +56,7 @@ def test_a_call_in_a_fork_raises_instead_of_hanging(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", PARENT, str(tmp_path)],  # Python warns of forks
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         cwd=ROOT,
     )

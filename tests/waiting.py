@@ -6,9 +6,9 @@ from time import monotonic, sleep
 LIMIT_S = 300.0  # for a reply, or the end of a process: far longer than on one busy core
 
 
-def until(is_true: Callable[[], bool]) -> None:
-    """Return when the condition is true; fails after LIMIT_S."""
-    deadline_s = monotonic() + LIMIT_S
+def until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    """Return when the condition is true; fails after `limit_s`."""
+    deadline_s = monotonic() + limit_s
     while not is_true():
         assert monotonic() < deadline_s, "the condition did not become true in time"
         sleep(0.005)

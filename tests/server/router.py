@@ -67,7 +67,7 @@ class Router:
         self._replay.send_multipart([b"", first.to_bytes(8, "big")])
         got: list[list[bytes]] = []
         while True:
-            assert self._replay.poll(1000 * LIMIT_S), "the replay has no end mark"
+            assert self._replay.poll(int(1000 * LIMIT_S)), "the replay has no end mark"
             empty, *message = self._replay.recv_multipart()
             assert empty == b""
             if message == [b"", END, b""]:

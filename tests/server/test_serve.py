@@ -229,7 +229,7 @@ def test_a_port_is_in_use_while_a_server_loads_its_model() -> None:
         raise AssertionError("the second server has loaded its model")
 
     def loading(config: EngineConfig, log_level: str, _: KvEventsConfig | None) -> Parts:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=300).close()
         with pytest.raises(ConfigError, match="cannot listen"):
             main(["--port", str(port)], never)
         raise Seen

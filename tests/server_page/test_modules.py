@@ -32,7 +32,7 @@ def test_the_tests_of_a_module_pass_in_node(name: str, page: Path) -> None:
         env={**os.environ, "PAGE": str(page)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
