@@ -14,7 +14,8 @@ from mainstem.core.weights import Tag, Update
 from mainstem.engine.engine import Engine
 from tests.fake_engines import expected_text
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines
-from tests.server.running import ADMIN, Running, a_server, until
+from tests.server.running import ADMIN, Running, a_server
+from tests.waiting import until
 
 
 class SameWeights:
