@@ -7,7 +7,7 @@ a shared prefix, with prompts in chunks, and preempted. Norms' gains and biases 
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -116,12 +116,16 @@ def _rounding(
 def _check_chunked_and_preempted(
     folder: Path, max_model_len: int | None, expected: Sequence[Expected]
 ) -> None:
-    """Run with chunks that end inside pages, and a pool that holds hardly more than one request."""
+    """Run with chunks that end inside pages, and a pool that holds hardly more than one request.
+    Priorities keep the requests in this order: in another one, all might fit."""
     preempted: list[SequencePreempted] = []
     bus = EventBus()
     bus.subscribe(SequencePreempted, preempted.append)
     narrow = _engine(folder, max_model_len, kv_tokens=CONTEXT + PAGE, chunk_tokens=7, bus=bus)
-    requests = [_request(e.prompt, i, b"", expected_tokens=1) for i, e in enumerate(expected)]
+    requests = [
+        replace(_request(e.prompt, i, b""), expected_tokens=1, priority=i)
+        for i, e in enumerate(expected)
+    ]
     _check("chunked and preempted", run_all(narrow, requests).outputs, expected)
     assert preempted, "the pool should have been too small"
     narrow.close()
@@ -177,14 +181,11 @@ def _request(
     salt: bytes,
     *,
     prompt_logprobs: int | None = None,
-    expected_tokens: int | None = None,
 ) -> Request:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=ANSWER_TOKENS, logprobs=TOP, prompt_logprobs=prompt_logprobs
     )
-    return a_request(
-        prompt, name=str(index), sampling=sampling, salt=salt, expected_tokens=expected_tokens
-    )
+    return a_request(prompt, name=str(index), sampling=sampling, salt=salt)
 
 
 def _check(
