@@ -6,7 +6,7 @@ made while the one before it runs, so that a request that arrives waits for both
 
     plain    prompts of 200 to 800 tokens, nothing shared
     apps     4 system prompts of 2,000 tokens, questions of 26 to 160
-    docs     12 documents of 5,300 tokens, questions of 13 to 53; each is new once
+    docs     12 documents of 5,300 tokens, questions of 13 to 53; nothing is cached at first
     chat     4 system prompts of 800 tokens, 4 turns of 66 to 400, each after the answer before it
 
 `token_ms` is a request's mean time between two tokens; its mean and quantiles are over requests.
@@ -104,7 +104,9 @@ class VirtualEngine:
     """A scheduler whose steps take the time of the cost model. One is in flight while the next is
     made."""
 
-    def __init__(self, model: ModelCost, vocab_size: int, kv_tokens: int, config: SchedConfig):
+    def __init__(
+        self, model: ModelCost, vocab_size: int, kv_tokens: int, config: SchedConfig
+    ) -> None:
         bus = EventBus()
         self.counters = Counters().attach(bus)
         self.now_s = 0.0
@@ -112,7 +114,7 @@ class VirtualEngine:
         store = KVStore(kv_tokens // PAGE_SIZE, PAGE_SIZE, b"tails", bus)
         share = partial(worth_sharing, H200, model.heads)
         self.scheduler = Scheduler(config, store, vocab_size, kv_tokens, bus, worth_sharing=share)
-        self._in_flight: tuple[Step, float] | None = None
+        self._in_flight: tuple[Step, float, float] | None = None  # its seconds, and its end
         self._free_s = 0.0  # when the device has done all steps
 
     @property
@@ -123,17 +125,18 @@ class VirtualEngine:
         """Begin a step, and end the one before it."""
         done, self._in_flight = self._in_flight, None
         if (step := self.scheduler.next_step()) is not None:
-            self._free_s = max(self._free_s, self.now_s) + virtual_s(self._model, step)
-            self._in_flight = step, self._free_s
+            device_s = virtual_s(self._model, step)
+            self._free_s = max(self._free_s, self.now_s) + device_s
+            self._in_flight = step, device_s, self._free_s
         assert done is not None or step is not None, "nothing can run, with nothing in flight"
         if done is not None:
             self._take_in(*done)
         return self.scheduler.take_outputs()
 
-    def _take_in(self, step: Step, end_s: float) -> None:
+    def _take_in(self, step: Step, device_s: float, end_s: float) -> None:
         self.now_s = max(self.now_s, end_s)
         tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
-        self.scheduler.commit(step, StepResult(tokens, {}, ()), virtual_s(self._model, step))
+        self.scheduler.commit(step, StepResult(tokens, {}, ()), device_s)
 
 
 def serve(
@@ -181,14 +184,18 @@ def summary(answers: Sequence[TimedAnswer]) -> dict[str, float]:
 
 def parser() -> argparse.ArgumentParser:
     made = Parser("mainstem bench tails", description=__doc__)
-    made.add_argument("--load", choices=list(LOADS), nargs="+", default=list(LOADS), metavar="LOAD")
+    made.add_argument(
+        "--load", choices=list(LOADS), nargs="+", default=list(LOADS), metavar="LOAD",
+        help="one run for each (all)",
+    )  # fmt: skip
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
     flag = partial(add_flag, made)
     flag("--rate", positive, "conversations that begin in a second", 20.0, metavar="R")
     flag("--conversations", positive_count, "of each load", 400)
     made.add_argument(
-        "--step-ms", type=float, nargs="+", default=[0.0, 250.0, 100.0, 50.0, 25.0], metavar="MS"
-    )
+        "--step-ms", type=float, nargs="+", default=[0.0, 250.0, 100.0, 50.0, 25.0], metavar="MS",
+        help="one run for each (0: no limit, 250, 100, 50, 25)",
+    )  # fmt: skip
     flag("--chunk-tokens", positive_count, "largest step", 2048)
     flag("--kv-tokens", positive_count, "of KV", 450_000)
     flag("--seed", int, "seed of arrivals and lengths", 0)

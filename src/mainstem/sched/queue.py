@@ -143,11 +143,9 @@ class WaitingQueue:
 
     def starts_before(self, sequence: Sequence, started: Sequence) -> bool:
         """Whether a waiting sequence starts before a prompt in progress goes on."""
-        rank, arrival = urgency(started)
-        priority, turn = urgency(sequence)
-        if priority == rank and sequence.is_light:
-            return turn - OVERTAKEN < arrival
-        return priority < rank
+        if sequence.is_light and sequence.request.priority == started.request.priority:
+            return sequence.arrival - OVERTAKEN < started.arrival
+        return sequence.request.priority < started.request.priority
 
     def first(self, count: int) -> list[Sequence]:
         """About the next `count` sequences to start; fewer, up to a half, if some of them were

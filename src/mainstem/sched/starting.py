@@ -153,7 +153,8 @@ class Starter:
 
     def fill(self, work: StepWork) -> None:
         """Start loads for the next sequences, and add prompt chunks within the budget, by priority.
-        At the same priority, sequences that have started come before new ones."""
+        At the same priority, sequences that have started come before new ones, but for those that
+        have few tokens left to compute."""
         self._outlook, self._num_parked_pages = None, 0
         self._queue.unpark(self._collectors.remove_done())
         if self._windows is not None and len(self._queue):
@@ -174,8 +175,8 @@ class Starter:
 
     def _let_cached_overtake(self, started: Sequence) -> None:
         """Let waiting prompts overtake `started` if few of their tokens are left to compute. With
-        lower tiers, only `_load_ahead` does so: the order in which their pages are evicted and
-        loaded is that of the queue."""
+        lower tiers, only those that `_load_ahead` loads overtake: what is loaded and evicted next
+        follows the queue's order."""
         if self._loader.fetching is not None or self._running.num_slots == self._max_seqs:
             return
         num_looked_up = 0
