@@ -1,6 +1,7 @@
 """A damaged page on disk costs only itself, if loading what follows it is faster than computing."""
 
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from sqlite3 import connect
@@ -11,7 +12,9 @@ import pytest
 
 from mainstem.core.events import EventBus, PagesLoaded, PagesLost
 from mainstem.core.ids import PageKey
+from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.segments import ALIGNMENT
+from mainstem.kv.tier import Read, Written
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.loading import Loader
 from mainstem.sched.queue import Candidate
@@ -83,6 +86,37 @@ def test_pages_before_a_damaged_one_are_loaded(
     again.engine.flush()
     again.engine.clear_device()
     assert ask(again, [CHAT]) == [NUM_PAGES * PAGE_SIZE], "the damaged pages were saved again"
+    again.engine.close()
+
+
+def test_damaged_pages_next_to_each_other_are_noticed_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page is read by another thread: the load has ended at the first when the second ends."""
+    tiered = open_engine(tmp_path)
+    ask(tiered, [CHAT])
+    chain = tiered.store.chain(np.array(CHAT, np.int32), b"")
+    tiered.engine.close()
+    for number in (20, 21):
+        damage(tmp_path, chain.keys[number])
+    first, second = chain.keys[20], chain.keys[21]
+    late: list[Written | Read] = []
+    poll = DiskTier.poll
+
+    def poll_second_later(tier: DiskTier) -> Iterator[Written | Read]:
+        if first not in again.stack.stored_keys()["disk"]:
+            yield from late
+            late.clear()
+        for done in poll(tier):
+            if done.key == second and not late and done.problem is not None:
+                late.append(done)
+            else:
+                yield done
+
+    monkeypatch.setattr(DiskTier, "poll", poll_second_later)
+    again = open_engine(tmp_path)
+    assert ask(again, [CHAT]) == [PAGE_SIZE * (NUM_PAGES - 2)]
+    again.engine.check()
     again.engine.close()
 
 

@@ -32,7 +32,6 @@ from mainstem.kv.transfer import LoadId, TierLink, Transfer
 
 READ_PIECE = 32  # pages read from a lower tier, then copied to the device, at a time
 READ_AHEAD_S = 0.02  # no more work than this is queued in a tier by prefetches: loads come first
-MAX_DAMAGED = 256  # remembered pages that could not be read
 MAX_ASKED = 4096  # maximum pages in one question
 SURE = 1.5  # a request waits for an answer only if it has time for this many round trips
 
@@ -78,8 +77,8 @@ class PageLoader:
         self._load_ids = count()
         self._loads: list[PageLoad] = []
         self._load_of: dict[int, PageLoad] = {}  # by device page
-        self.damaged: dict[PageKey, None] = {}  # pages that could not be read, the latest last
         self._news: list[PageKey] = []  # keys that `take_news` has not returned yet
+        self.damaged = stack.damaged  # pages that could not be read
         self.links = stack.links  # by which pages come up, from host memory first
         self.page_bytes, self.num_layers = stack.page_bytes, stack.num_layers
         self.questions = OpenQuestions(index, stack)
@@ -314,11 +313,6 @@ class PageLoader:
         device_pages, keys, pages = load.device_pages[size:], load.keys[size:], load.pages[size:]
         load.device_pages, load.keys = load.device_pages[:size], load.keys[:size]
         load.pages, load.tiers = load.pages[:size], load.tiers[:size]
-        for key, page in zip(keys, pages, strict=True):
-            if page.is_lost:
-                self.damaged[key] = None
-        for key in list(self.damaged)[:-MAX_DAMAGED]:
-            del self.damaged[key]
         self._index.abort(device_pages)
         self._let_go(device_pages, keys)
         self._stack.host.link.give_up(len(pages) * self.page_bytes)

@@ -27,6 +27,7 @@ from mainstem.kv.transfer import PageCopier, TierLink
 
 Page = StoredPage[PageKey]
 
+MAX_DAMAGED = 256  # remembered pages that could not be read
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
 CHORE_S = 0.5  # between checks for expired pages and headroom
 READ_LIMIT_S = 5.0  # limit of a read, unless the request that needs it sets another
@@ -60,6 +61,7 @@ class TierStack:
         self.policy: TierPolicy[PageKey] = TierPolicy(PolicyConfig(tier_pages, policy, ttl_s=ttl_s))
         self.pages: PageTable[PageKey] = self.policy.table
         self.on_answer: Callable[[int, Answer], None] = lambda *_: None  # of a shared tier
+        self.damaged: dict[PageKey, None] = {}  # pages that could not be read, the latest last
         self._next_chore_s = 0.0
         self._used: set[PageKey] = set()  # used pages that were not reported to lower tiers yet
         self._in_shared = sum(1 << number for number, tier in self.below if tier.is_shared)
@@ -181,6 +183,9 @@ class TierStack:
         )
         self.policy.drop([page.key])
         page.is_lost = True
+        self.damaged[page.key] = None
+        if len(self.damaged) > MAX_DAMAGED:
+            del self.damaged[next(iter(self.damaged))]
         self._free(page, page.taken)
         self.pages.forget(page)
 

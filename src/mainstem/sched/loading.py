@@ -120,7 +120,8 @@ class Loader:
         and loading those after them is faster than computing them."""
         fetching, sequence, chain = self.fetching, found.sequence, found.chain
         self.gap_ends.pop(sequence, None)
-        if not self._store.loader.damaged:
+        damaged, stored_of = self._store.loader.damaged, self._store.loader.stored
+        if not damaged:
             return
         if fetching is None or chain is None or sequence.truncated is not None:
             return
@@ -129,7 +130,6 @@ class Loader:
         page_size, history = self._store.page_size, self.history(found)
         if (history.gap_end or 0) > num_cached:
             return  # a gap is computed once, even if its pages were evicted again
-        damaged, stored_of = self._store.loader.damaged, self._store.loader.stored
         number, end = num_cached // page_size, sequence.num_reusable(found.num_known) // page_size
         while number < end and chain.keys[number] in damaged:
             number += 1
