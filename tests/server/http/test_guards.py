@@ -21,11 +21,8 @@ from tests.fake_engines import FakeEngines
 from tests.server.running import Running, a_server
 from tests.waiting import LIMIT_S, until
 
-pytestmark = pytest.mark.serial  # on a busy machine, limits of a second are too short
-
-TIGHT = ServerLimits(
-    body_bytes=20_000, header_bytes=4_000, header_s=1.0, body_s=1.0, write_s=1.0, open_answers=6
-)
+TIGHT = ServerLimits(body_bytes=20_000, header_bytes=4_000, header_s=60.0, open_answers=6)
+HASTY = ServerLimits(header_s=1.0, body_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +37,19 @@ def tight(tight_server: Running) -> Iterator[Running]:
     yield tight_server
     tight_server.settle()
     assert tight_server.complete("alive?", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.fixture(scope="module")
+def hasty_server() -> Iterator[Running]:
+    with a_server(limits=HASTY) as running:
+        yield running
+
+
+@pytest.fixture
+def hasty(hasty_server: Running) -> Iterator[Running]:
+    """A server with short time limits, for `serial` tests; after each, no request may be open."""
+    yield hasty_server
+    hasty_server.settle()
 
 
 def send(server: Running, data: bytes, **headers: str) -> httpx.Response:
@@ -259,15 +269,17 @@ def test_a_request_cannot_have_its_own_template(server: Running) -> None:
 # --- slow clients --------------------------------------------------------------------------------
 
 
-def test_headers_must_come_in_time(tight: Running) -> None:
+@pytest.mark.serial
+def test_headers_must_come_in_time(hasty: Running) -> None:
     for start in (b"", b"GET /health HTTP/1.1\r\nhost: [::1]\r\nx-slow: "):
         began = time.perf_counter()
-        assert tight.raw(start).startswith(b"HTTP/1.1 408")
+        assert hasty.raw(start).startswith(b"HTTP/1.1 408")
         assert time.perf_counter() - began < LIMIT_S
 
 
-def test_headers_that_trickle_in_do_not_gain_time(tight: Running) -> None:
-    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
+@pytest.mark.serial
+def test_headers_that_trickle_in_do_not_gain_time(hasty: Running) -> None:
+    with socket.create_connection((hasty.host, hasty.port), timeout=300) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         began = time.perf_counter()
         received = b""
@@ -282,26 +294,29 @@ def test_headers_that_trickle_in_do_not_gain_time(tight: Running) -> None:
     assert time.perf_counter() - began < LIMIT_S
 
 
-def test_a_body_must_come_in_time(tight: Running) -> None:
+@pytest.mark.serial
+def test_a_body_must_come_in_time(hasty: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 100\r\n\r\n{"
-    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
+    with socket.create_connection((hasty.host, hasty.port), timeout=300) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/nope", b"/health"])
 @pytest.mark.parametrize("rest", [b"", b"a"])
 def test_a_body_that_stops_after_its_reply_ends_the_connection(
-    tight: Running, path: bytes, rest: bytes
+    hasty: Running, path: bytes, rest: bytes
 ) -> None:
     """Any byte stops uvicorn's timer for idle connections."""
-    with refused_early(tight, path, 99_999_999) as connection:
+    with refused_early(hasty, path, 99_999_999) as connection:
         connection.sendall(rest)
         assert connection.recv(4096) == b""
 
 
-def test_a_body_that_goes_on_after_its_reply_ends_the_connection(tight: Running) -> None:
-    with refused_early(tight, b"/v1/completions", 99_999_999_999) as connection:
+@pytest.mark.serial
+def test_a_body_that_goes_on_after_its_reply_ends_the_connection(hasty: Running) -> None:
+    with refused_early(hasty, b"/v1/completions", 99_999_999_999) as connection:
         connection.settimeout(0.05)
         ended = False
         deadline_s = time.monotonic() + LIMIT_S
@@ -335,13 +350,14 @@ def test_idle_connections_outlast_those_in_the_pool_of_a_proxy(server: Running) 
     assert server.server.config.timeout_keep_alive == ServerLimits().idle_s > proxy_s
 
 
-def test_bytes_that_follow_a_request_do_not_end_its_answer(tight: Running) -> None:
+@pytest.mark.serial
+def test_bytes_that_follow_a_request_do_not_end_its_answer(hasty: Running) -> None:
     """Some clients send a line end after the body. It is no head of a next request."""
-    tight.pause(0.05)
+    hasty.pause(0.05)
     fields = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": True}
     body = json.dumps(fields).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((tight.host, tight.port), timeout=300) as connection:
+    with socket.create_connection((hasty.host, hasty.port), timeout=300) as connection:
         connection.sendall(head + body)
         received = connection.recv(4096)
         connection.sendall(b"\r\n")
@@ -351,11 +367,12 @@ def test_bytes_that_follow_a_request_do_not_end_its_answer(tight: Running) -> No
     assert b"data: [DONE]" in received
 
 
-def test_a_second_request_on_a_connection_is_served_after_a_pause(tight: Running) -> None:
+@pytest.mark.serial
+def test_a_second_request_on_a_connection_is_served_after_a_pause(hasty: Running) -> None:
     """The time limit does not include the wait between requests."""
-    assert tight.get("/health").status_code == 200
-    time.sleep(TIGHT.header_s + 0.3)
-    assert tight.get("/health").status_code == 200
+    assert hasty.get("/health").status_code == 200
+    time.sleep(HASTY.header_s + 0.3)
+    assert hasty.get("/health").status_code == 200
 
 
 # --- too many requests ---------------------------------------------------------------------------
@@ -363,7 +380,7 @@ def test_a_second_request_on_a_connection_is_served_after_a_pause(tight: Running
 
 def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
     tight.pause(0.1)
-    body = {"prompt": "x", "n": 6, "max_tokens": 120, "stream": True, "ignore_eos": True}
+    body = {"prompt": "x", "n": 6, "max_tokens": 700, "stream": True, "ignore_eos": True}
     with tight.client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
         refused = tight.post("/v1/completions", {"prompt": "y"})
@@ -452,7 +469,7 @@ def test_the_rate_limit_is_reported_to_the_client() -> None:
 
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_a_client_that_disconnects_frees_its_pages(tight: Running, is_streaming: bool) -> None:
-    tight.pause(0.01)
+    tight.pause(0.1)
     body = json.dumps(
         {"prompt": "leaving", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
     ).encode()
