@@ -2,6 +2,7 @@
 
     engine      turns come when the trace says: a user thinks after each answer, then asks again
     simulator   the same trace, with the speeds that this engine showed before the clock started
+    --virtual   no device: the engine's scheduler, with the times of an H200's cost model
 
 Weights and tokens are random; lengths and times are the trace's. Each way is run by both: `store`
 keeps pages on the device and in lower tiers, `recompute` keeps nothing. Sizes are the engine's
@@ -10,134 +11,76 @@ the simulated hit rate is higher; ratios are simulated / engine.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
-from statistics import median
-from time import perf_counter, sleep
 
 import numpy as np
 
 from mainstem.cli.flag_types import comma_list, one_of, positive, positive_count
 from mainstem.cli.flags import add_engine_flags
 from mainstem.cli.parser import Parser, add_flag
-from mainstem.core.config import DType, EngineConfig, Share, StoreConfig
+from mainstem.core.config import (
+    DEFAULT_CHUNK_TOKENS,
+    DType,
+    EngineConfig,
+    SchedConfig,
+    Share,
+    StoreConfig,
+)
 from mainstem.core.errors import ConfigError
-from mainstem.core.events import EventBus, PagesLoaded
+from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request
 from mainstem.engine.build import build_random_engine
-from mainstem.engine.engine import Engine
 from mainstem.kv.stack import SLACK
-from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals
+from mainstem.plan.cost import H200, full_speed_tokens
+from mainstem_bench.arrivals import TimedAnswer
 from mainstem_bench.feed import greedy
+from mainstem_bench.limit import ModelCost
 from mainstem_bench.machine import Machine
 from mainstem_bench.paper.lengths import shipped
 from mainstem_bench.report import load_average, show_all
 from mainstem_bench.settings import empty_folder, kv_token_bytes, random_config, settings
 from mainstem_bench.shapes import SHAPES
+from mainstem_bench.speeds import RealTime, Speeds, TimedEngine, host_gb_per_s, num_prompt_ids
+from mainstem_bench.virtual_engine import VirtualEngine
 from mainstem_simulate.service import GB, Batching, ServiceRates
 from mainstem_simulate.simulator import Queue, SimulationConfig, simulate
 from mainstem_simulate.trace_records import ReadOptions, Trace
 from mainstem_simulate.traces import read_trace
 
-MOST_IDS = 30_000  # ids of prompts are below this
+ELEMENT_BYTES = 2  # bf16
 WAYS = ("store", "recompute")
-PROBE_TOKENS = 16  # of an answer
-PROBES = 3  # runs of each measurement of a speed; the median counts
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
-    """What an engine needs for a prompt, a step and a load, as measured."""
+class Served:
+    """What the simulator is told of the engine."""
 
-    prefill_tokens_per_s: float
-    weights_s: float  # a decode step without K and V to read
-    token_s: float  # what each token that is read adds to it
+    speeds: Speeds
     host_gb_per_s: float
     disk_gb_per_s: float
 
     @property
+    def links(self) -> dict[str, float]:
+        return {"host_gb_per_s": self.host_gb_per_s, "disk_gb_per_s": self.disk_gb_per_s}
+
+    @property
     def rates(self) -> ServiceRates:
-        return ServiceRates(
-            self.prefill_tokens_per_s,
-            host_gb_per_s=self.host_gb_per_s,
-            disk_gb_per_s=self.disk_gb_per_s,
+        return ServiceRates(self.speeds.prompt_tokens_per_s, **self.links)
+
+    def batching(self, sched: SchedConfig, num_requests: int) -> Batching:
+        speeds = self.speeds
+        return Batching(
+            sched.max_seqs or num_requests,
+            speeds.weights_s,
+            speeds.token_s,
+            sched.chunk_tokens or DEFAULT_CHUNK_TOKENS,
         )
-
-    def batching(self, max_running: int) -> Batching:
-        return Batching(max_running, self.weights_s, self.token_s)
-
-    @classmethod
-    def measured(
-        cls,
-        engine: Engine,
-        bus: EventBus,
-        trace: Trace,
-        config: EngineConfig,
-        disk_gb_per_s: float,
-    ) -> "Speeds":
-        """Run prompts as long as the trace's are on average: one alone, many together, and one
-        whose pages are loaded."""
-        lengths = [each.input_tokens for each in trace.requests]
-        length, num_ids = max(2, sum(lengths) // len(lengths)), _num_ids(config)
-        rng = np.random.default_rng(99)
-
-        def ask(count: int) -> list[TimedAnswer]:
-            prompts = [rng.integers(10, num_ids, length).astype(np.int32) for _ in range(count)]
-            return answer_arrivals(engine, [Arrival(0.0, ids, PROBE_TOKENS) for ids in prompts])
-
-        assert config.cache.kv_tokens is not None
-        most = config.cache.kv_tokens // (length + PROBE_TOKENS + config.cache.page_size)
-        batch = max(2, min(config.sched.max_seqs or most, most))
-        alone = [ask(1)[0] for _ in range(PROBES)]
-        alone_s = median(_step_s(answer) for answer in alone)
-        many_s = median(_step_s(ask(batch)[-1]) for _ in range(PROBES))
-        token_s = max(0.0, many_s - alone_s) / ((batch - 1) * length)
-        return cls(
-            length / median(answer.first_token_s for answer in alone),
-            max(alone_s - token_s * length, 1e-9),
-            token_s,
-            _load_gb_per_s(engine, bus, config, length),
-            disk_gb_per_s,
-        )
-
-
-def _step_s(answer: TimedAnswer) -> float:
-    """The time of a decode step."""
-    return float(np.median(np.diff(answer.token_s)))
-
-
-def _load_gb_per_s(engine: Engine, bus: EventBus, config: EngineConfig, length: int) -> float:
-    """The speed of a load from host memory; that of a link nobody uses if there is none."""
-    if not config.store.host_gb:
-        return ServiceRates().host_gb_per_s
-    page_bytes = config.cache.page_size * kv_token_bytes(config)
-    rng, seen = np.random.default_rng(98), list[float]()
-    num_ids = _num_ids(config)
-
-    def note(event: PagesLoaded) -> None:
-        if event.seconds:
-            seen.append(event.num_pages * page_bytes / GB / event.seconds)
-
-    with bus.guests():
-        bus.subscribe(PagesLoaded, note)
-        for _ in range(PROBES):
-            prompt = rng.integers(10, num_ids, length).astype(np.int32)
-            for _ in range(2):
-                answer_arrivals(engine, [Arrival(0.0, prompt, 1)])
-                engine.flush()
-                engine.clear_device()
-    if not seen:
-        raise ConfigError("the engine computes rather than loads: set --store-fetch always")
-    return median(seen)
-
-
-def _num_ids(config: EngineConfig) -> int:
-    return min(SHAPES[config.model.model].vocab_size, MOST_IDS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -159,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
         ServiceRates().disk_gb_per_s,
         metavar="GB",
     )
+    made.add_argument("--virtual", action="store_true", help="no device: see above")
     flag("--seed", int, "seed of arrivals and tokens", 0)
     made.add_argument("--json", action="store_true", help="one JSON line for each way")
     add_engine_flags(made)
@@ -167,20 +111,35 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    config = random_config(args, args.model_shape, 4 * args.context_tokens)
-    if config.model.dtype is DType.AUTO and not Machine.of(config).has_gpu:
+    kv_tokens = 4 * args.context_tokens
+    config = random_config(args, args.model_shape, kv_tokens, is_virtual=args.virtual)
+    if args.virtual:
+        config = _on_an_h200(config)
+    elif config.model.dtype is DType.AUTO and not Machine.of(config).has_gpu:
         config = replace(config, model=replace(config.model, dtype=DType.FP32))
     trace = _trace(args, config.cache.page_size)
+    serve = _in_virtual_time if args.virtual else partial(_in_engine, disk=args.disk_bandwidth)
     results = (
-        {"way": way} | compare(_as(way, config), trace, args.seed, args.disk_bandwidth)
+        {"way": way} | compare(_as(way, config), trace, partial(serve, seed=args.seed))
         for way in args.way
     )
     about = {
         "turns": len(trace.requests), "rate": args.rate, "pace": args.pace,
-        "context_tokens": args.context_tokens, "settings": settings(config),
+        "context_tokens": args.context_tokens, "virtual": args.virtual,
+        "settings": settings(config),
     }  # fmt: skip
     show_all("agree", results, args.json, about)
     return 0
+
+
+def _on_an_h200(config: EngineConfig) -> EngineConfig:
+    """The settings of a virtual engine."""
+    if config.store.host_gb:
+        raise ConfigError("--virtual has no lower tiers: leave --host-gb out")
+    if config.sched.chunk_tokens is not None:
+        return config
+    tokens = full_speed_tokens(H200, SHAPES[config.model.model].moved_bytes_per_param)
+    return replace(config, sched=replace(config.sched, chunk_tokens=tokens))
 
 
 def _trace(args: argparse.Namespace, page_tokens: int) -> Trace:
@@ -217,17 +176,14 @@ def _as(way: str, config: EngineConfig) -> EngineConfig:
 
 
 def compare(
-    config: EngineConfig, trace: Trace, seed: int, disk_gb_per_s: float
+    config: EngineConfig,
+    trace: Trace,
+    serve: Callable[[EngineConfig, Trace], tuple[Served, dict[str, float]]],
 ) -> dict[str, object]:
     """Run the trace on the engine, then in the simulator."""
     load = load_average()
-    if config.store.disk_dir is None:
-        speeds, engine = _in_engine(config, trace, seed, disk_gb_per_s)
-    else:
-        with empty_folder(config.store.disk_dir) as folder:
-            store = replace(config.store, disk_dir=folder)
-            speeds, engine = _in_engine(replace(config, store=store), trace, seed, disk_gb_per_s)
-    simulated = in_simulator(config, trace, speeds)
+    served, engine = serve(config, trace)
+    simulated = in_simulator(config, trace, served)
     return {
         "hit_rate": engine["hit_rate"],
         "hit_points": round(100 * (simulated["hit_rate"] - engine["hit_rate"]), 2),
@@ -237,28 +193,58 @@ def compare(
         "device_ratio": round(simulated["device_s"] / engine["device_s"], 4),
         "in_engine": engine,
         "in_simulator": simulated,
-        "speeds": asdict(speeds),
+        "speeds": asdict(served.speeds) | served.links,
         "load_before": load,
     }
 
 
 def _in_engine(
-    config: EngineConfig, trace: Trace, seed: int, disk_gb_per_s: float
-) -> tuple[Speeds, dict[str, float]]:
+    config: EngineConfig, trace: Trace, seed: int, disk: float
+) -> tuple[Served, dict[str, float]]:
+    if config.store.disk_dir is not None:
+        with empty_folder(config.store.disk_dir) as folder:
+            store = replace(config.store, disk_dir=folder)
+            return _on_device(replace(config, store=store), trace, seed, disk)
+    return _on_device(config, trace, seed, disk)
+
+
+def _on_device(
+    config: EngineConfig, trace: Trace, seed: int, disk: float
+) -> tuple[Served, dict[str, float]]:
     bus = EventBus()
     engine = build_random_engine(SHAPES[config.model.model], config, bus)
     try:
-        speeds = Speeds.measured(engine, bus, trace, config, disk_gb_per_s)
+        timed = RealTime(engine)
+        speeds = Speeds.measured(timed, trace, config)
+        served = Served(speeds, host_gb_per_s(engine, bus, config, trace), disk)
         engine.clear_cache()
         counters = Counters().attach(bus)
-        answers = play(engine, trace, _num_ids(config), seed)
+        answers = play(timed, trace, num_prompt_ids(config), seed)
         engine.check()
     finally:
         engine.close()
-    return speeds, _summary(answers, counters, config)
+    return served, _summary(answers, counters, config)
 
 
-def play(engine: Engine, trace: Trace, num_ids: int, seed: int) -> list[TimedAnswer]:
+def _in_virtual_time(
+    config: EngineConfig, trace: Trace, seed: int
+) -> tuple[Served, dict[str, float]]:
+    spec, kv_tokens = SHAPES[config.model.model], config.cache.kv_tokens
+    assert kv_tokens is not None
+
+    def an_engine() -> VirtualEngine:
+        model = ModelCost.of(spec, ELEMENT_BYTES)
+        return VirtualEngine(model, spec.vocab_size, kv_tokens, config.sched)
+
+    engine, rates = an_engine(), ServiceRates()
+    speeds = Speeds.measured(an_engine(), trace, config)
+    answers = play(engine, trace, num_prompt_ids(config), seed)
+    engine.scheduler.check()
+    served = Served(speeds, rates.host_gb_per_s, rates.disk_gb_per_s)
+    return served, _summary(answers, engine.counters, config)
+
+
+def play(engine: TimedEngine, trace: Trace, num_ids: int, seed: int) -> list[TimedAnswer]:
     """Ask all turns, each when its user has read the answer before it and has thought. Prompts
     contain the engine's own answers."""
     requests, rng = trace.requests, np.random.default_rng(seed)
@@ -267,10 +253,9 @@ def play(engine: Engine, trace: Trace, num_ids: int, seed: int) -> list[TimedAns
     heapify(coming)
     answers = [TimedAnswer(0.0) for _ in requests]
     histories: dict[int, list[int]] = {}  # of each session
-    began_s = perf_counter()
+    began_s = engine.now_s
     while coming or engine.has_work:
-        now_s = perf_counter() - began_s
-        while coming and coming[0][0] <= now_s:
+        while coming and coming[0][0] <= engine.now_s - began_s:
             due_s, index = heappop(coming)
             answers[index].due_s = due_s
             history = histories.setdefault(requests[index].session, [])
@@ -280,10 +265,10 @@ def play(engine: Engine, trace: Trace, num_ids: int, seed: int) -> list[TimedAns
             sampling = greedy(max(1, requests[index].output_tokens))
             engine.submit(Request(RequestId(str(index)), prompt, sampling))
         if not engine.has_work:
-            sleep(coming[0][0] - now_s)
+            engine.wait_until(began_s + coming[0][0])
             continue
         outputs = engine.step()
-        now_s = perf_counter() - began_s
+        now_s = engine.now_s - began_s
         for news in outputs:
             index = int(news.request_id)
             if news.fault is not None:
@@ -316,7 +301,7 @@ def _summary(
     }
 
 
-def in_simulator(config: EngineConfig, trace: Trace, speeds: Speeds) -> dict[str, float]:
+def in_simulator(config: EngineConfig, trace: Trace, served: Served) -> dict[str, float]:
     """The same trace in virtual time, with tiers of the same sizes."""
     store, has_disk = config.store, config.store.disk_dir is not None
     is_kept = config.sched.share is not Share.NONE
@@ -331,8 +316,8 @@ def in_simulator(config: EngineConfig, trace: Trace, speeds: Speeds) -> dict[str
             device_gb=config.cache.kv_tokens * token_bytes / GB if is_kept else 0.0,
             policy=store.policy,
             queue=Queue.ARRIVALS,
-            rates=speeds.rates,
-            batching=speeds.batching(config.sched.max_seqs or len(trace.requests)),
+            rates=served.rates,
+            batching=served.batching(config.sched, len(trace.requests)),
         ),
     )
     return {

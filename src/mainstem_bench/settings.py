@@ -16,9 +16,11 @@ from mainstem_bench.shapes import SHAPES
 FP32_BYTES = 4  # CPUs compute in fp32
 
 
-def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) -> EngineConfig:
+def random_config(
+    args: argparse.Namespace, model_shape: str, kv_tokens: int, *, is_virtual: bool = False
+) -> EngineConfig:
     """Make the config from the engine flags. The model is the name of a shape; `kv_tokens` is used
-    unless a flag sets it."""
+    unless a flag sets it. A virtual engine has no weights and no KV."""
     flag = "--model-shape" if "model_shape" in args else "--workload"
     if args.model is not None:
         raise ConfigError(f"--model: weights are random here; choose a {flag}")
@@ -30,7 +32,7 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
         model=replace(config.model, model=model_shape),
         cache=replace(config.cache, kv_tokens=config.cache.kv_tokens or kv_tokens),
     )
-    if not Machine.of(made).has_gpu:
+    if not is_virtual and not Machine.of(made).has_gpu:
         num_tokens = made.cache.kv_tokens or kv_tokens
         check_room(model_shape, num_tokens, available_bytes(), f"{flag} tiny")
     return made

@@ -23,20 +23,15 @@ import numpy as np
 from mainstem.cli.flag_types import positive, positive_count
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import SchedConfig
-from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
-from mainstem.core.metrics import Counters
 from mainstem.core.request import Output, Request
-from mainstem.core.step import Int32s, Step, StepResult
-from mainstem.kv.store import KVStore
-from mainstem.plan.cost import H200, worth_sharing
-from mainstem.sched.scheduler import Scheduler
+from mainstem.core.step import Int32s
 from mainstem_bench.arrivals import TimedAnswer, arrival_times
 from mainstem_bench.feed import greedy
 from mainstem_bench.limit import ModelCost
 from mainstem_bench.report import show_all
 from mainstem_bench.shapes import SHAPES
-from mainstem_bench.virtual_step import virtual_s
+from mainstem_bench.virtual_engine import VirtualEngine
 
 PAGE_SIZE = 16
 ELEMENT_BYTES = 2  # bf16
@@ -100,45 +95,6 @@ LOADS = {
 }
 
 
-class VirtualEngine:
-    """A scheduler whose steps take the time of the cost model. One is in flight while the next is
-    made."""
-
-    def __init__(
-        self, model: ModelCost, vocab_size: int, kv_tokens: int, config: SchedConfig
-    ) -> None:
-        bus = EventBus()
-        self.counters = Counters().attach(bus)
-        self.now_s = 0.0
-        self._model = model
-        store = KVStore(kv_tokens // PAGE_SIZE, PAGE_SIZE, b"tails", bus)
-        share = partial(worth_sharing, H200, model.heads)
-        self.scheduler = Scheduler(config, store, vocab_size, kv_tokens, bus, worth_sharing=share)
-        self._in_flight: tuple[Step, float, float] | None = None  # its seconds, and its end
-        self._free_s = 0.0  # when the device has done all steps
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
-
-    def step(self) -> list[Output]:
-        """Begin a step, and end the one before it."""
-        done, self._in_flight = self._in_flight, None
-        if (step := self.scheduler.next_step()) is not None:
-            device_s = virtual_s(self._model, step)
-            self._free_s = max(self._free_s, self.now_s) + device_s
-            self._in_flight = step, device_s, self._free_s
-        assert done is not None or step is not None, "nothing can run, with nothing in flight"
-        if done is not None:
-            self._take_in(*done)
-        return self.scheduler.take_outputs()
-
-    def _take_in(self, step: Step, device_s: float, end_s: float) -> None:
-        self.now_s = max(self.now_s, end_s)
-        tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
-        self.scheduler.commit(step, StepResult(tokens, {}, ()), device_s)
-
-
 def serve(
     engine: VirtualEngine, conversations: Sequence[Conversation], arrivals: Sequence[float]
 ) -> dict[str, float]:
@@ -148,10 +104,10 @@ def serve(
     heapify(coming)
     while coming or engine.has_work:
         if not engine.has_work:
-            engine.now_s = max(engine.now_s, coming[0][0])
+            engine.wait_until(coming[0][0])
         while coming and coming[0][0] <= engine.now_s:
             due_s, place = heappop(coming)
-            engine.scheduler.submit(conversations[place].ask(str(place), due_s))
+            engine.submit(conversations[place].ask(str(place), due_s))
         for news in engine.step():
             place = int(news.request_id)
             if conversations[place].hear(news, engine.now_s):

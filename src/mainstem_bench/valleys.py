@@ -38,7 +38,7 @@ from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.report import line
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.step_trace import StepTrace
-from mainstem_bench.virtual_step import virtual_s
+from mainstem_bench.virtual_engine import virtual_s
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 from mainstem_simulate.plots import new_figure, require_matplotlib, save_figure
 

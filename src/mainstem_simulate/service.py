@@ -6,7 +6,7 @@ decodes. Decoding is counted at the throughput of a full batch: a request adds i
 device's time.
 
 With `Batching`, a request loads its pages while the device runs the steps of others; when all have
-come, its prefill interrupts the decodes, and it joins them.
+come, its prompt joins their steps (batch.py).
 """
 
 from dataclasses import dataclass
@@ -46,11 +46,13 @@ class ServiceRates:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Requests that run at once. A decode step reads the weights, and the KV of all of them."""
+    """Requests that run at once. A step reads the weights and the KV of all answers; prompt tokens
+    add their time, since reading the weights does not overlap with computing."""
 
     max_running: int
     weights_s: float  # to read the weights once
     token_s: float  # to read the K and V of one token
+    chunk_tokens: int = 2048  # at most so many in a step
 
     def step_s(self, context_tokens: int) -> float:
         return self.weights_s + self.token_s * context_tokens

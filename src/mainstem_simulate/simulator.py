@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
-from math import ceil
 from time import perf_counter
 
 from mainstem.core.errors import ConfigError
 from mainstem.kv.places import HOST
 from mainstem.kv.policy import HEADROOM, PolicyConfig, TierPolicy
+from mainstem_simulate.batch import Batch, Running
 from mainstem_simulate.service import GB, Batching, Prices, ServiceRates
 from mainstem_simulate.trace_records import Trace, TraceRequest
 
@@ -182,19 +182,6 @@ class _DiskLink:
         return num_pages * self._page_s
 
 
-@dataclass(slots=True)
-class _Running:
-    """A request that was started, in a batch."""
-
-    ticket: int
-    arrived_s: float
-    started_s: float
-    prefill_s: float
-    context_tokens: int
-    left: int  # tokens to decode
-    is_counted: bool
-
-
 class _Simulation:
     """One run: the policy, the clock, the queue, and the sums."""
 
@@ -304,40 +291,42 @@ class _Simulation:
         return first
 
     def _run_batched(self, batching: Batching) -> None:
-        """Serve requests in the order they come, up to `max_running` at once."""
+        """Serve requests in the order they come, up to `max_running` at once. A step is made while
+        the step before it runs: until that one begins, `_now` stands still."""
         requests, followers, coming = self._trace.requests, self._followers(), self._first_turns()
         queue: deque[tuple[float, int]] = deque()
-        loading: list[tuple[float, int, _Running]] = []  # a heap: when all pages are there
-        decoding: list[_Running] = []
-        while coming or queue or loading or decoding:
-            self._take_arrivals(coming, queue)
-            while queue and len(loading) + len(decoding) < batching.max_running:
-                arrived_s, index = self._next_of(queue)
-                ready_s, request = self._start(index, requests[index], arrived_s)
-                heappush(loading, (ready_s, index, request))
-            has_room = len(loading) + len(decoding) < batching.max_running
-            next_s = min(
-                coming[0][0] if coming and has_room else float("inf"),
-                loading[0][0] if loading else float("inf"),
-            )
-            if loading and loading[0][0] <= self._now:
-                _, _, request = heappop(loading)
-                self._prefill(request)
-                decoding.append(request)
-            elif decoding:
-                self._decode(decoding, batching, next_s)
-            else:
-                self._now = next_s
-            for request in [each for each in decoding if not each.left]:
-                decoding.remove(request)
+        loading: list[tuple[float, int, Running]] = []  # a heap: when all pages are there
+        batch, ending = Batch(batching, self._config.rates), deque[tuple[float, Running]]()
+        num_running, free_s = 0, 0.0
+        while coming or queue or num_running:
+            while ending and ending[0][0] <= self._now:
+                ended_s, request = ending.popleft()
+                num_running -= 1
                 self._keep(request.ticket, requests[request.ticket])
                 follower = followers.get(request.ticket)
                 if follower is not None:
-                    heappush(coming, (self._now + requests[follower].think_s, follower))
+                    heappush(coming, (ended_s + requests[follower].think_s, follower))
+            self._take_arrivals(coming, queue)
+            while queue and num_running < batching.max_running:
+                arrived_s, index = self._next_of(queue)
+                ready_s, request = self._start(index, requests[index], arrived_s)
+                heappush(loading, (ready_s, index, request))
+                num_running += 1
+            while loading and loading[0][0] <= self._now:
+                batch.add(heappop(loading)[-1])
+            if not batch:
+                next_s = [events[0][0] for events in (coming, loading, ending) if events]
+                self._now = min(next_s, default=self._now)
+                continue
+            self._now = max(self._now, free_s)
+            seconds, first, last = batch.step()
+            free_s = self._now + seconds
+            self._count_device(seconds)
+            for request in first:
+                self._count_first_token(request, free_s)
+            ending.extend((free_s, request) for request in last)
 
-    def _start(
-        self, ticket: int, request: TraceRequest, arrived_s: float
-    ) -> tuple[float, _Running]:
+    def _start(self, ticket: int, request: TraceRequest, arrived_s: float) -> tuple[float, Running]:
         """Start to load a request's pages; returns when all of them are there."""
         start, rates = self._now, self._config.rates
         new_tokens, loaded_bytes, wait_s = self._find(request)
@@ -346,39 +335,24 @@ class _Simulation:
         if loaded_bytes:
             ready_s = max(self._link_free_s, start + wait_s) + load_s
             self._link_free_s = ready_s
-        prefill_s = rates.prefill_s(new_tokens)
         if is_counted:
             report = self._report
             report.prompt_tokens += request.input_tokens
             report.prefill_tokens += new_tokens
-            report.prefill_s += prefill_s + load_s
+            report.prefill_s += rates.prefill_s(new_tokens) + load_s
             report.loaded_gb += loaded_bytes / GB
         self._num_served += 1
-        return ready_s, _Running(
-            ticket, arrived_s, start, prefill_s, request.input_tokens, request.output_tokens,
+        return ready_s, Running(
+            ticket, arrived_s, start, request.input_tokens, new_tokens, request.output_tokens,
             is_counted,
         )  # fmt: skip
 
-    def _prefill(self, request: _Running) -> None:
-        self._spend(request.prefill_s)
+    def _count_first_token(self, request: Running, at_s: float) -> None:
         if request.is_counted:
-            self._ttfts.append(self._now - request.arrived_s)
+            self._ttfts.append(at_s - request.arrived_s)
             self._waits_s += request.started_s - request.arrived_s
 
-    def _decode(self, decoding: list[_Running], batching: Batching, until_s: float) -> None:
-        """Run steps until a request ends, or something else can start."""
-        step_s = batching.step_s(sum(each.context_tokens for each in decoding))
-        num_steps = min(each.left for each in decoding)
-        if until_s < self._now + num_steps * step_s:
-            num_steps = max(1, ceil((until_s - self._now) / step_s))
-        self._spend(num_steps * step_s)
-        for each in decoding:
-            each.left -= num_steps
-            each.context_tokens += num_steps
-
-    def _spend(self, seconds: float) -> None:
-        """The device works for `seconds`."""
-        self._now += seconds
+    def _count_device(self, seconds: float) -> None:
         if self._num_served > self._config.warmup:
             self._report.device_s += seconds
 

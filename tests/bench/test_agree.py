@@ -1,6 +1,7 @@
 """`mainstem bench agree` asks the turns of a trace in real time, and compares with the simulator.
 
-Times are not compared here: that needs a quiet machine.
+Times of an engine are not compared here: that needs a quiet machine. Those of its scheduler in
+virtual time are.
 """
 
 import json
@@ -34,7 +35,7 @@ def test_each_way_gets_a_line(trace: str, capsys: pytest.CaptureFixture[str]) ->
     for line in (store, recompute):
         assert line["in_engine"]["ttft_s"] > 0
         assert line["in_simulator"]["prefill_tokens"] > 0
-        assert line["speeds"]["prefill_tokens_per_s"] > 0
+        assert line["speeds"]["prompt_tokens_per_s"] > 0
 
 
 def test_histories_come_from_host_memory_if_the_device_is_small(
@@ -50,3 +51,22 @@ def test_histories_come_from_host_memory_if_the_device_is_small(
 def test_an_engine_that_loads_nothing_is_refused(trace: str) -> None:
     with pytest.raises(ConfigError, match="set --store-fetch always"):
         agree.main([trace, *FLAGS, "--host-gb", "0.01", "--store-fetch", "never"])
+
+
+@pytest.mark.parametrize("rate", ["1", "4"])  # first tokens wait for steps, and in a queue
+def test_the_simulator_agrees_with_the_scheduler_in_virtual_time(
+    rate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within what is asked of it on a device: 2 points, 15 % and 10 %."""
+    load = ["--turns", "120", "--rate", rate, "--pace", "20", "--context-tokens", "4096"]
+    room = ["--kv-tokens", "100000", "--max-seqs", "24"]
+    assert agree.main(["--virtual", "--model-shape", "llama2-13b", *load, *room, "--json"]) == 0
+    for line in map(json.loads, capsys.readouterr().out.splitlines()):
+        assert abs(line["hit_points"]) < 2
+        assert 0.85 < line["ttft_ratio"] < 1.15
+        assert 0.9 < line["device_ratio"] < 1.1
+
+
+def test_a_virtual_engine_has_no_lower_tiers(trace: str) -> None:
+    with pytest.raises(ConfigError, match="--virtual has no lower tiers"):
+        agree.main([trace, *FLAGS, "--virtual", "--host-gb", "1"])

@@ -7,7 +7,8 @@ import pytest
 from mainstem.core.config import SchedConfig
 from mainstem_bench.limit import ModelCost
 from mainstem_bench.shapes import SHAPES
-from mainstem_bench.tails import LOADS, VirtualEngine, main, serve
+from mainstem_bench.tails import LOADS, main, serve
+from mainstem_bench.virtual_engine import VirtualEngine
 
 SHAPE = SHAPES["llama31-8b"]
 WEIGHTS_S = 2 * SHAPE.num_layer_params / 4.8e12  # to read them as fast as an H200 can at most

@@ -167,14 +167,32 @@ def test_requests_of_a_batch_share_decode_steps() -> None:
     assert together.device_s == together.virtual_s == pytest.approx(2 * 1 + 4 * STEP)
     assert one_by_one.mean_wait_s == pytest.approx((0 + 5) / 2)
     assert together.mean_wait_s == 0
-    assert together.mean_ttft_s == pytest.approx((1 + 2) / 2)  # prefills come one after another
+    assert together.mean_ttft_s == pytest.approx(2 * 1 + STEP)  # both prompts fit into one step
+
+
+def test_a_step_computes_so_many_tokens_of_prompts_and_answers() -> None:
+    """Two prompts of 15 tokens: 20, then the last 10 beside a token of the first answer."""
+    trace = a_trace([[0], [1]], gap_s=0.0, output=4)
+    report = batched(trace, 2, batching=Batching(2, STEP, 0.0, chunk_tokens=20))
+    first_s = 20 / 15 + STEP
+    second_s = first_s + 10 / 15 + STEP
+    assert report.mean_ttft_s == pytest.approx((first_s + second_s) / 2)
+    assert report.device_s == pytest.approx(2 * 1 + 5 * STEP)
+
+
+def test_a_step_is_made_while_the_one_before_it_runs() -> None:
+    """A request that comes during the first step, of 2 s, waits for the second, which is made."""
+    first, second = a_trace([[0], [1]], gap_s=0.5, output=4).requests
+    report = batched(Trace(TraceFormat.MOONCAKE, PAGE, [first, second]), 2)
+    start_s = (1 + STEP) + STEP
+    assert report.mean_ttft_s == pytest.approx(((1 + STEP) + (start_s + 1 + STEP - 0.5)) / 2)
 
 
 def test_a_decode_step_reads_the_kv_of_all_requests() -> None:
-    trace = a_trace([[0]], output=2)
+    trace = a_trace([[0]], output=3)
     batching = Batching(1, weights_s=0.0, token_s=0.1)
     report = batched(trace, 1, batching=batching)
-    assert report.device_s == pytest.approx(1 + 2 * 15 * 0.1)
+    assert report.device_s == pytest.approx(1 + (16 + 17) * 0.1), "the prompt's step has a token"
 
 
 def test_loads_of_a_batch_use_the_link_one_after_another_while_others_decode() -> None:
@@ -187,12 +205,14 @@ def test_loads_of_a_batch_use_the_link_one_after_another_while_others_decode() -
         for index, (start, output, chain) in enumerate(zip(starts, outputs, chains, strict=True))
     ]
     report = batched(Trace(TraceFormat.MOONCAKE, PAGE, requests), 3, host_pages=10, warmup=3)
-    # loads end at 102 and 103 s; a step that has begun ends before the prefill of a third of 1 s
-    first_s, second_s = (102 + 1 / 3 - 100.5, 103 + 1 / 3 + 1 / 3 - 100.5)
-    assert report.mean_ttft_s == pytest.approx((first_s + second_s) / 2, abs=2 * STEP)
+    # loads start when the next step is made, at 102 s, and end at 103 and 104 s; then the step that
+    # is already made runs, until 104 s and 105 1/3 s
+    first_s = 104 + STEP + 1 / 3 - 100.5
+    second_s = first_s + STEP + 1 / 3
+    assert report.mean_ttft_s == pytest.approx((first_s + second_s) / 2)
     assert report.loaded_gb == pytest.approx(2 * PAGE * KV_BYTES / 1e9)
     assert report.prefill_s == pytest.approx(2 * (1 + 1 / 3))
-    assert report.device_s > 49 * STEP
+    assert report.device_s > 45 * STEP
 
 
 def test_a_turn_that_has_not_come_is_not_known() -> None:
