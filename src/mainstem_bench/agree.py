@@ -80,6 +80,7 @@ class Served:
             speeds.weights_s,
             speeds.token_s,
             sched.chunk_tokens or DEFAULT_CHUNK_TOKENS,
+            shares_device=True,
         )
 
 
@@ -304,7 +305,10 @@ def _summary(
 def in_simulator(config: EngineConfig, trace: Trace, served: Served) -> dict[str, float]:
     """The same trace in virtual time, with tiers of the same sizes."""
     store, has_disk = config.store, config.store.disk_dir is not None
-    is_kept = config.sched.share is not Share.NONE
+    if config.sched.share is Share.NONE:
+        trace = replace(
+            trace, requests=[replace(each, keys=(), kept=()) for each in trace.requests]
+        )
     token_bytes = kv_token_bytes(config)
     assert config.cache.kv_tokens is not None
     report = simulate(
@@ -313,7 +317,7 @@ def in_simulator(config: EngineConfig, trace: Trace, served: Served) -> dict[str
             token_bytes,
             host_gb=(store.host_gb or 0.0) * (1 - 1 / SLACK),  # the rest is for copies in flight
             disk_gb=store.disk_gb if has_disk else 0.0,
-            device_gb=config.cache.kv_tokens * token_bytes / GB if is_kept else 0.0,
+            device_gb=config.cache.kv_tokens * token_bytes / GB,
             policy=store.policy,
             queue=Queue.ARRIVALS,
             rates=served.rates,

@@ -35,7 +35,7 @@ class Batch:
     _prompts: deque[Running] = field(default_factory=deque)
     _answers: list[tuple[int, int, Running]] = field(default_factory=list)  # a heap: the last step
     _context_tokens: int = 0  # of all answers
-    _num_steps: int = 0
+    num_steps: int = 0
 
     def __bool__(self) -> bool:
         return bool(self._prompts or self._answers)
@@ -43,15 +43,19 @@ class Batch:
     def add(self, request: Running) -> None:
         self._prompts.append(request)
 
+    def answering(self) -> list[int]:
+        """The tickets of those that have answers."""
+        return [ticket for _, ticket, _ in self._answers]
+
     def step(self) -> tuple[float, list[Running], list[Running]]:
         """Make a step. Returns its seconds, the requests whose first token it has, and those whose
         last it has."""
         first, last = list[Running](), list[Running]()
         num_tokens = self._compute_prompts(first) if self._prompts else 0
         seconds = self.batching.step_s(self._context_tokens) + self.rates.prefill_s(num_tokens)
-        self._num_steps += 1
+        self.num_steps += 1
         self._context_tokens += len(self._answers)
-        while self._answers and self._answers[0][0] == self._num_steps:
+        while self._answers and self._answers[0][0] == self.num_steps:
             request = heappop(self._answers)[-1]
             self._context_tokens -= request.context_tokens + request.output_tokens
             last.append(request)
@@ -60,7 +64,7 @@ class Batch:
                 last.append(request)
                 continue
             self._context_tokens += request.context_tokens + 1
-            end = self._num_steps + request.output_tokens - 1
+            end = self.num_steps + request.output_tokens - 1
             heappush(self._answers, (end, request.ticket, request))
         return seconds, first, last
 

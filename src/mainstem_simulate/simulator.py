@@ -26,6 +26,7 @@ from mainstem.core.errors import ConfigError
 from mainstem.kv.places import HOST
 from mainstem.kv.policy import HEADROOM, PolicyConfig, TierPolicy
 from mainstem_simulate.batch import Batch, Running
+from mainstem_simulate.device import Device
 from mainstem_simulate.service import GB, Batching, Prices, ServiceRates
 from mainstem_simulate.trace_records import Trace, TraceRequest
 
@@ -191,10 +192,11 @@ class _Simulation:
         policy_config = config.policy_config(trace.page_tokens)
         self._policy: TierPolicy[int] = TierPolicy(policy_config)
         device_pages = config.num_pages(config.device_gb, trace.page_tokens)
-        self._device: TierPolicy[int] | None = None
+        self._device: Device | None = None
         if device_pages:
             config_here = PolicyConfig((device_pages,), config.policy, ttl_s=config.ttl_s)
-            self._device = TierPolicy(config_here)
+            holds = config.batching is not None and config.batching.shares_device
+            self._device = Device(config_here, trace.page_tokens, holds=holds)
         self._window = config.window(trace)
         self._page_bytes = trace.page_tokens * config.kv_bytes_per_token
         self._disk = _DiskLink(config.rates.disk_read_s(self._page_bytes))
@@ -231,6 +233,8 @@ class _Simulation:
         else:
             self._run_batched(self._config.batching)
         self._policy.check()
+        if self._device is not None:
+            self._device.policy.check()
         return self._finish(perf_counter() - started)
 
     # -- the queue -----------------------------------------------------------------------------
@@ -308,6 +312,8 @@ class _Simulation:
                     heappush(coming, (ended_s + requests[follower].think_s, follower))
             self._take_arrivals(coming, queue)
             while queue and num_running < batching.max_running:
+                if self._device is not None and not self._device.may_start(requests[queue[0][1]]):
+                    break
                 arrived_s, index = self._next_of(queue)
                 ready_s, request = self._start(index, requests[index], arrived_s)
                 heappush(loading, (ready_s, index, request))
@@ -325,11 +331,15 @@ class _Simulation:
             for request in first:
                 self._count_first_token(request, free_s)
             ending.extend((free_s, request) for request in last)
+            if self._device is not None and not batch.num_steps % self._trace.page_tokens:
+                self._device.grow(batch.answering(), self._now)
 
     def _start(self, ticket: int, request: TraceRequest, arrived_s: float) -> tuple[float, Running]:
         """Start to load a request's pages; returns when all of them are there."""
         start, rates = self._now, self._config.rates
         new_tokens, loaded_bytes, wait_s = self._find(request)
+        if self._device is not None:
+            self._device.start(ticket, request, start)
         is_counted = self._num_served >= self._config.warmup
         load_s, ready_s = rates.host_load_s(loaded_bytes), start
         if loaded_bytes:
@@ -361,7 +371,7 @@ class _Simulation:
         keys = self._trace.requests[index].keys
         self._policy.expect(index, keys)
         if self._device is not None:
-            self._device.expect(index, keys)
+            self._device.policy.expect(index, keys)
 
     # -- one request ---------------------------------------------------------------------------
 
@@ -388,7 +398,7 @@ class _Simulation:
         computed, the bytes to load, and the seconds until they can be loaded."""
         self._expire(self._now)
         self._prefetch(self._now)
-        here = 0 if self._device is None else self._device.match(request.keys)
+        here = 0 if self._device is None else self._device.policy.match(request.keys)
         from_host, from_disk, wait_s = self._look_up(request.keys[here:], self._now)
         if self._num_served == self._config.warmup:
             self._counted_from_s = self._now
@@ -400,12 +410,12 @@ class _Simulation:
         if self._config.ttl_s is not None:
             self._policy.expire(now)
             if self._device is not None:
-                self._device.expire(now)
+                self._device.policy.expire(now)
 
     def _keep(self, ticket: int, request: TraceRequest) -> None:
         """Store the pages of a request that has ended."""
         if self._device is not None:
-            self._device.finish(ticket, request.kept, self._now)
+            self._device.end(ticket, request, self._now)
         moves = self._policy.finish(ticket, request.kept, self._now)
         spilled = self._policy.make_headroom()
         if self._num_served >= self._config.warmup:

@@ -53,13 +53,17 @@ def test_an_engine_that_loads_nothing_is_refused(trace: str) -> None:
         agree.main([trace, *FLAGS, "--host-gb", "0.01", "--store-fetch", "never"])
 
 
-@pytest.mark.parametrize("rate", ["1", "4"])  # first tokens wait for steps, and in a queue
+@pytest.mark.parametrize(
+    ("rate", "kv_tokens"),
+    [("1", "100000"), ("4", "100000"), ("4", "20000")],
+    ids=["first tokens wait for steps", "and in a queue", "and for memory"],
+)
 def test_the_simulator_agrees_with_the_scheduler_in_virtual_time(
-    rate: str, capsys: pytest.CaptureFixture[str]
+    rate: str, kv_tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Within what is asked of it on a device: 2 points, 15 % and 10 %."""
     load = ["--turns", "120", "--rate", rate, "--pace", "20", "--context-tokens", "4096"]
-    room = ["--kv-tokens", "100000", "--max-seqs", "24"]
+    room = ["--kv-tokens", kv_tokens, "--max-seqs", "24"]
     assert agree.main(["--virtual", "--model-shape", "llama2-13b", *load, *room, "--json"]) == 0
     for line in map(json.loads, capsys.readouterr().out.splitlines()):
         assert abs(line["hit_points"]) < 2

@@ -357,6 +357,19 @@ class TierPolicy(Generic[K]):
             gone.append(page.key)
         return gone
 
+    def hold(self, keys: Iterable[K]) -> None:
+        """Do not evict these pages until `let_go`: a simulated request uses them."""
+        for key in keys:
+            if (page := self._pages.get(key)) is not None:
+                page.is_exempt = True
+
+    def let_go(self, keys: Iterable[K]) -> None:
+        """From now on, these pages may be evicted."""
+        for key in keys:
+            if (page := self._pages.get(key)) is not None:
+                page.is_exempt = False
+                self._order.file(page)
+
     def drop(self, keys: Iterable[K]) -> None:
         """Remove pages from every tier: they are damaged or deleted, or a move failed."""
         for key in keys:

@@ -109,12 +109,17 @@ class OutputLengths:
         self._count = min(self._count + 1, self._memory)
         self._mean += (num_output - self._mean) / self._count
 
+    @property
+    def likely(self) -> int:
+        """Expected tokens of an answer of which nothing is known."""
+        return round(self._mean) if self._count else UNSEEN
+
     def expect(self, sequence: Sequence) -> int:
         """Expected output tokens of a sequence that is about to start, including those it already
         has."""
         likely = sequence.request.expected_tokens
         if likely is None:
-            likely = round(self._mean) if self._count else UNSEEN
+            likely = self.likely
         produced = len(sequence.output_ids)
         return min(sequence.max_output, max(likely, 2 * produced, 1))
 
