@@ -53,6 +53,10 @@ BENCHES = {
         "quality after a conversation was cut to the window",
     ),
     "quantized": ("mainstem_bench.quantized", "perplexity of a model that we quantize to 4 bits"),
+    "kv-dtype": (
+        "mainstem_bench.kv_dtype",
+        "perplexity of texts with K and V in fp8, compared with unrounded",
+    ),
     "kernel": (
         "mainstem_bench.kernel",
         "span attention on a GPU, compared with its least possible time",

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mainstem.core.step import Int32s, Spans
 from mainstem.models.block import OpenGate
@@ -14,6 +15,8 @@ from mainstem.runner.attention import CpuAttention
 from mainstem.runner.inputs import Inputs, Places
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.rounded_pages import RoundedPages
+
+Losses = NDArray[np.float64]
 
 _PAGE_SIZE = 16
 _HEAD_ROWS = 128  # rows whose full logits are held at once
@@ -34,7 +37,14 @@ def perplexity(
     stride: int = 512,
     pages: Pages = DevicePages,
 ) -> float:
-    """Return exp of the mean negative log-likelihood of every token after the first.
+    """Return exp of the mean negative log-likelihood of the tokens that `losses` scores."""
+    return math.exp(losses(decoder, token_ids, window, stride, pages).mean())
+
+
+def losses(
+    decoder: Decoder, token_ids: Int32s, window: int, stride: int, pages: Pages = DevicePages
+) -> Losses:
+    """Return the negative log-likelihood of every token after the first.
 
     Windows of `window` tokens move by `stride`. Each token is scored once, in the first window that
     holds it. So every token, except those of the first window, has at least window - stride tokens
@@ -43,24 +53,22 @@ def perplexity(
     """
     if not 0 < stride <= window or min(window, len(token_ids)) < 2:
         raise ValueError(f"cannot score {len(token_ids)} tokens, window {window}, stride {stride}")
-    total, count = 0.0, 0
+    found: list[Losses] = []
     scored = 0  # tokens that were scored in earlier windows
     for first in range(0, len(token_ids), stride):
         ids = token_ids[first : first + window]
         skipped = max(scored - first, 1)  # leading tokens of this window that are not scored
         if skipped < len(ids):
-            total += _window_nll(decoder, ids, skipped, pages)
-            count += len(ids) - skipped
+            found.append(_window_losses(decoder, ids, skipped, pages))
         scored = first + len(ids)
         if scored == len(token_ids):
             break
-    return math.exp(total / count)
+    return np.concatenate(found)
 
 
 @torch.inference_mode()
-def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int, make: Pages) -> float:
-    """Return the negative log-likelihood, summed over the window's tokens from number `skipped`
-    on."""
+def _window_losses(decoder: Decoder, token_ids: Int32s, skipped: int, make: Pages) -> Losses:
+    """Return the negative log-likelihood of the window's tokens from number `skipped` on."""
     count = len(token_ids)
     num_pages = -(-count // _PAGE_SIZE)
     pages = make(decoder.spec, num_pages, _PAGE_SIZE, decoder.dtype)
@@ -88,9 +96,9 @@ def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int, make: Pages) 
     layers = CpuAttention(decoder.spec, pages, count, decoder.sinks, decoder.query_gains)
     rows = torch.arange(skipped - 1, count - 1)
     hidden = decoder.forward(ids, rows, layers.plan(inputs, spans), OpenGate())
-    nll = 0.0
+    parts = []
     for start in range(0, len(hidden), _HEAD_ROWS):
         logits = decoder.logits(hidden[start : start + _HEAD_ROWS])
         targets = ids[skipped + start : skipped + start + len(logits)]
-        nll += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-    return nll
+        parts.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    return torch.cat(parts).double().numpy()
