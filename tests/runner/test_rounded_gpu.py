@@ -76,6 +76,33 @@ def test_answers_are_those_of_the_cpu(name: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_the_same_if_pages_are_expanded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Hopper, where its own kernels read expanded pages."""
+    from mainstem.kernels.attention import expanded  # noqa: PLC0415  # needs the interpreter
+    from mainstem.runner import gpu, gpu_attention  # noqa: PLC0415
+
+    monkeypatch.setattr(gpu_attention, "expands_rounded", lambda *_: True)
+    monkeypatch.setattr(gpu_attention, "EXPANDED_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu, "EXPAND_ROWS", 8.0)
+    calls: list[int] = []
+
+    def counted(*args: object) -> None:
+        calls.append(args[3])  # type: ignore[arg-type]
+        real(*args)  # type: ignore[arg-type]
+
+    real = expanded.expand_rounded_pages
+    monkeypatch.setattr(expanded, "expand_rounded_pages", counted)
+    (_, gpu_engine), (_, cpu_engine) = runners(name)
+    right = ask(cpu_engine, prompts(), 2)
+    assert distance(ask(gpu_engine, prompts(), 2), right) < NEAR
+    assert distance(ask(gpu_engine, prompts()[:1], 2), right[:1]) < NEAR
+    assert max(calls) > 0
+
+
+@interpreted
 def test_moved_pages_and_masses_are_those_of_the_cpu() -> None:
     found: list[Answer] = []
     masses = []

@@ -160,6 +160,14 @@ def find_rows(
 
 
 @gluon.jit
+def last_seen(own, key_end, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr):
+    """The last key that a row sees in a span, as in `span.py`: `_limit`."""
+    if BEFORE_OWN_PAGE:
+        own = own // PAGE_SIZE * PAGE_SIZE - 1
+    return gl.minimum(own, key_end - 1)
+
+
+@gluon.jit
 def find_first_keys(entries_ptr, num_entries, rows, row_end, GROUP: gl.constexpr):
     """The first key that each row sees."""
     ptrs = entries_ptr + ENTRY_FIRST_KEY * num_entries + rows // GROUP
