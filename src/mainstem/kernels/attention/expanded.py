@@ -105,7 +105,8 @@ class ExpandingAttention:
         expand_rounded_pages(
             (k_pages, v_pages), scales, self._ids[0], self._num_expanded, self._pages
         )
-        return self._expanded.run(q, *self._pages, out, lse, launches=launches)
+        k_pages, v_pages = self._pages
+        return self._expanded.run(q, k_pages, v_pages, out, lse, launches=launches)
 
     def forget_addresses(self) -> None:
         """See SpanAttention. Expanded pages keep theirs."""

@@ -380,9 +380,10 @@ def _consume(
         num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))
         if row_begin < row_end:
             rows, _ = rows_of(row_begin, kv_head, 64, GROUP, 1, 1, gl.SliceLayout(1, S_LAYOUT))
-            limit = last_seen(first_limit + rows // GROUP, key_end, PAGE_SIZE, BEFORE_OWN_PAGE)
-            first_row = first_limit + row_begin // GROUP
-            seen_by_all = last_seen(first_row, key_end, PAGE_SIZE, BEFORE_OWN_PAGE) + 1
+            last = last_seen(first_limit + rows // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+            limit = gl.minimum(last, key_end - 1)
+            last = last_seen(first_limit + row_begin // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+            seen_by_all = gl.minimum(key_end, last + 1)
             first_key = limit
             hidden_end = 0
             if HAS_WINDOW:

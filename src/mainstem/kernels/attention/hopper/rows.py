@@ -160,11 +160,11 @@ def find_rows(
 
 
 @gluon.jit
-def last_seen(own, key_end, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr):
-    """The last key that a row sees in a span, as in `span.py`: `_limit`."""
+def last_seen(own, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr):
+    """The last key that a row sees, if the span is long enough; see `_limit` in `span.py`."""
     if BEFORE_OWN_PAGE:
         own = own // PAGE_SIZE * PAGE_SIZE - 1
-    return gl.minimum(own, key_end - 1)
+    return own
 
 
 @gluon.jit

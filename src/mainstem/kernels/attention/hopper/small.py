@@ -208,10 +208,10 @@ def _consume(
             entries_ptr + entry, num_entries, row_begin, row_end, kv_head,
             COUNT, GROUP, FOLD, O_ROWS,
         )  # fmt: skip
-        own = first_limit + (row_begin + lanes) // GROUP
-        limit = last_seen(own, key_end, PAGE_SIZE, BEFORE_OWN_PAGE)
-        first_row = first_limit + row_begin // GROUP
-        seen_by_all = last_seen(first_row, key_end, PAGE_SIZE, BEFORE_OWN_PAGE) + 1
+        last = last_seen(first_limit + (row_begin + lanes) // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+        limit = gl.minimum(last, key_end - 1)
+        last = last_seen(first_limit + row_begin // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+        seen_by_all = gl.minimum(key_end, last + 1)
         hidden_end = 0
         if HAS_WINDOW:
             hidden_end = gl.max(first_key, 0)
