@@ -156,20 +156,22 @@ def make_attention(case: AttentionCase, spans: Spans) -> SpanAttention:
     )
 
 
-def error_of(out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Spans) -> float:
+def error_of(
+    out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Spans, own: int = 1
+) -> float:
     """Return the largest error / the largest value on some tokens. NaN anywhere is an infinite
-    error."""
+    error. With `own` above 1, tokens do not see their own page of that size."""
     if torch.isnan(out).any():
         return float("inf")
     tokens = np.unique(np.linspace(0, len(q) - 1, CHECKED_TOKENS).astype(np.int64))
     index = torch.from_numpy(tokens).to(q.device)
     right, _ = reference.span_attention(
-        q[index].float(), k_pages, v_pages, _seen_by(spans, tokens), q.shape[-1] ** -0.5
+        q[index].float(), k_pages, v_pages, _seen_by(spans, tokens, own), q.shape[-1] ** -0.5
     )
     return float((out[index].float() - right).abs().max() / right.abs().max())
 
 
-def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
+def _seen_by(spans: Spans, tokens: np.ndarray, own: int) -> Spans:
     """Return plain spans of the keys that some tokens see; the tokens are numbered from 0."""
     span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
     entries = np.flatnonzero(np.isin(spans.query_rows, tokens))
@@ -177,13 +179,16 @@ def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
     place = entries - spans.query_starts[span]
     num_queries = np.diff(spans.query_starts)[span]
     hidden = np.where(spans.is_causal[span], num_queries - 1 - place, 0)
+    seen = spans.key_tokens[span] - hidden
+    if own > 1:
+        seen = np.where(spans.is_causal[span], (seen - 1) // own * own, seen)
     runs = [spans.page_ids[spans.page_starts[s] : spans.page_starts[s + 1]] for s in span]
     return Spans(
         query_starts=np.arange(len(entries) + 1, dtype=np.int32),
         query_rows=np.searchsorted(tokens, spans.query_rows[entries]).astype(np.int32),
         page_starts=np.cumsum([0] + [len(run) for run in runs]).astype(np.int32),
         page_ids=np.concatenate(runs),
-        key_tokens=(spans.key_tokens[span] - hidden).astype(np.int32),
+        key_tokens=seen.astype(np.int32),
         is_causal=np.zeros(len(entries), np.bool_),
         key_positions=spans.key_positions[span],
         first_keys=None if spans.first_keys is None else spans.first_keys[entries],
@@ -307,9 +312,14 @@ def main(args: list[str]) -> int:
     parser.add_argument("--case", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per case")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
+    parser.add_argument(
+        "--fp8", action="store_true", help="prompts over pages in fp8: expanded, direct, in 16 bits"
+    )
     chosen = parser.parse_args(args)
     require_card()
     bench = Bench()
+    if chosen.fp8:
+        return _compare_rounded(bench, chosen.case, chosen.page_size)
     status = 0
     cases = [replace(case, page_size=chosen.page_size) for case in kernel_cases()]
     cases = [case for case in cases if chosen.case is None or chosen.case in case.name]
@@ -327,6 +337,19 @@ def main(args: list[str]) -> int:
             line = prefill_line(bench, replace(case, page_size=chosen.page_size))
             status |= not line["is_within_bar"]
             show_case(line, chosen.json)
+    return status
+
+
+def _compare_rounded(bench: Bench, name: str | None, page_size: int) -> int:
+    """Print a JSON line for each step with prompts; returns 1 if results are wrong."""
+    from mainstem_bench.kernel_fp8 import rounded_cases, rounded_line  # noqa: PLC0415  # imports us
+
+    status = 0
+    for case in rounded_cases():
+        if name is None or name in case.name:
+            line = rounded_line(bench, replace(case, page_size=page_size))
+            status |= not line["is_right"]
+            print(json.dumps({**line, **fingerprint()}), flush=True)
     return status
 
 

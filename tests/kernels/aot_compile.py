@@ -73,6 +73,7 @@ from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router
 from mainstem.kernels.hopper import tiles_of
 from mainstem.kernels.memory.append import _rope_append_kernel
 from mainstem.kernels.memory.copy import _copy_slots_kernel
+from mainstem.kernels.memory.expand import _expand_pages_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
 from mainstem.kernels.memory.round import _round_pages_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel
@@ -178,7 +179,7 @@ def _span_constants(tiles: Tiles, head_dim: int = 128) -> dict[str, object]:
         "SMALL_STAGES": tiles.small_stages, "LARGE_Q": tiles.large_q, "LARGE_K": tiles.large_k,
         "LARGE_STAGES": tiles.large_stages, "PER_SM": tiles.programs_per_sm,
         "HAS_LSE": True, "HAS_WINDOW": False, "SOFTCAP": 0.0, "WIDE": True, "UPCAST": False,
-        "ROUNDED": False, **_nothing("k_scales_ptr", "v_scales_ptr"),
+        "ROUNDED": False, "BEFORE_OWN_PAGE": False, **_nothing("k_scales_ptr", "v_scales_ptr"),
         "OVERLAPS": tiles is not FALLBACK,
     }  # fmt: skip
 
@@ -193,6 +194,7 @@ class HopperShape:
     kv_heads: int = 8
     has_window: bool = False
     softcap: float = 0.0
+    before_own_page: bool = False
 
 
 HOPPER_SHAPES = (
@@ -201,6 +203,8 @@ HOPPER_SHAPES = (
     HopperShape(80, 32, 13, 1, has_window=True),
     HopperShape(96, 64),
     HopperShape(256, 16, 2, has_window=True, softcap=50.0),
+    HopperShape(before_own_page=True),
+    HopperShape(256, 16, 2, has_window=True, softcap=50.0, before_own_page=True),
 )
 MORE_SHAPES = (
     HopperShape(128, 64, has_window=True),
@@ -210,6 +214,9 @@ MORE_SHAPES = (
     HopperShape(80, 16, 1, 32),
     HopperShape(256, 64, 12, 1),
     HopperShape(256, 16, 8, 2, has_window=True, softcap=50.0),
+    HopperShape(64, 16, 8, has_window=True, before_own_page=True),
+    HopperShape(80, 32, 13, 1, has_window=True, before_own_page=True),
+    HopperShape(96, 64, before_own_page=True),
 )
 
 
@@ -220,7 +227,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
         constants: dict[str, object] = {
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim,
             "PAGE_SIZE": shape.page_size, "HAS_LSE": True, "HAS_WINDOW": shape.has_window,
-            "SOFTCAP": shape.softcap,
+            "SOFTCAP": shape.softcap, "BEFORE_OWN_PAGE": shape.before_own_page,
         }  # fmt: skip
         own: dict[str, object] = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
         options = {"num_warps": hopper_large.NUM_WARPS, "maxnreg": hopper_large.MAX_REGISTERS}
@@ -326,7 +333,7 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
 def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]:
     """Attention and the other kernels of pages in fp8, and their scales."""
     scales = ("k_scales_ptr", "v_scales_ptr")
-    constants = {**_span_constants(tiles), "ROUNDED": True}
+    constants = {**_span_constants(tiles), "ROUNDED": True, "BEFORE_OWN_PAGE": True}
     for name in scales:
         del constants[name]
     codes = {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", **dict.fromkeys(scales, "*fp32")}
@@ -342,6 +349,8 @@ def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]
     opened = {"GROUP": 4, "ROWS": 16, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
     yield Job(_open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"})
     yield Job(_round_pages_kernel, heads, {"targets_ptr": "*i64", **codes})
+    sizes = {"KV_HEADS": 8, "COUNT": 16 * 128, "BLOCK": 2048}
+    yield Job(_expand_pages_kernel, sizes, {"pages_ptr": "*i32", **codes})
 
 
 def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:

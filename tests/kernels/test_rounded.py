@@ -2,12 +2,14 @@
 PyTorch."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from mainstem.core.step import Spans
 from mainstem.kernels.attention.window import clip_spans
 from mainstem.runner.gpu_rounded import before_own_pages
 from tests.kernels.interpreted import require_interpreter
@@ -15,6 +17,7 @@ from tests.runner.steps import Seq, Work, a_step
 
 require_interpreter()
 
+from mainstem.kernels.attention.expanded import NEVER, ExpandingAttention, numbered  # noqa: E402
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention  # noqa: E402
 from mainstem.kernels.attention.triton.open_pages import attend_open_pages  # noqa: E402
 from mainstem.kernels.memory.round import round_open_pages  # noqa: E402
@@ -89,8 +92,11 @@ def test_only_pages_that_are_full_now_are_rounded() -> None:
     assert changed.nonzero().tolist() == [[0, 9], [1, 9]]
 
 
+@pytest.mark.parametrize("is_expanded", [False, True], ids=["direct", "expanded"])
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_read_their_own_page_as_computed_and_earlier_pages_rounded(name: str) -> None:
+def test_tokens_read_their_own_page_as_computed_and_earlier_pages_rounded(
+    name: str, *, is_expanded: bool
+) -> None:
     """A decode, a prompt over several pages with shared ones before it, the first page of a
     sequence, and a prompt from its start."""
     case = CASES[name]
@@ -109,19 +115,9 @@ def test_tokens_read_their_own_page_as_computed_and_earlier_pages_rounded(name: 
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(step.num_tokens, case.heads, case.dim, generator=generator)
     sinks = torch.randn(case.heads, generator=generator) if case.has_sinks else None
-    attention = SpanAttention(
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.dim,
-        page_size=size,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        limits=AttentionLimits(max_tokens=256, max_pages=4096),
-        has_window=case.window is not None,
-        softcap=case.softcap,
-        is_rounded=True,
-    )
-    attention.plan(spans)
+    attention = make_attention(case)
+    attention.plan(spans, 0.0 if is_expanded else NEVER)
+    assert attention.is_expanding == is_expanded
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"))
     attention.run(q, *pages.numbers, out=out, lse=lse, scales=pages.scales)
     positions, slots = torch.from_numpy(step.positions), torch.from_numpy(step.write_slots)
@@ -135,6 +131,24 @@ def test_tokens_read_their_own_page_as_computed_and_earlier_pages_rounded(name: 
             right = read(case, pages, work.seq.pages, position, q[row], sinks)
             torch.testing.assert_close(out[row], right, rtol=1e-4, atol=1e-5)
             row += 1
+
+
+def make_attention(case: Case, num_places: int = NUM_PAGES) -> ExpandingAttention:
+    make = partial(
+        SpanAttention,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.dim,
+        page_size=case.page_size,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        limits=AttentionLimits(max_tokens=256, max_pages=4096),
+        has_window=case.window is not None,
+        softcap=case.softcap,
+    )
+    page_bytes = 2 * 4 * case.kv_heads * case.page_size * case.dim
+    memory = torch.full((num_places * page_bytes + 100,), 255, dtype=torch.uint8)  # all NaN
+    return ExpandingAttention(make(is_rounded=True), make(before_own_page=True), memory)
 
 
 def read(
@@ -163,3 +177,66 @@ def test_a_step_without_rounded_pages_reads_open_ones_only() -> None:
     assert np.diff(spans.query_starts).tolist() == [9]  # the kernel hides the page
     lone = a_step([Work(Seq(0, list(range(9)), [3], 5), 1)], 16, 99)
     assert len(before_own_pages(lone.spans, lone.positions, 16)) == 0
+
+
+def spans_of(works: list[Work]) -> Spans:
+    step = a_step(works, 16, 99)
+    return before_own_pages(step.spans, step.positions, 16)
+
+
+def test_pages_are_expanded_if_many_rows_read_them() -> None:
+    """Queries x heads of a KV head, on average over the keys of all pages, each counted once."""
+    attention = make_attention(Case())  # two rows a token
+    ids = list(range(200))
+    prompt = Work(Seq(0, ids, [0, 1, 2, 3], 32), 32)  # 32 queries read 32 to 64 of 64 keys
+    spans = spans_of([prompt])
+    for rows, is_expanded in ((47.0, True), (49.0, False), (NEVER, False), (0.0, True)):
+        attention.plan(spans, rows)
+        assert attention.is_expanding == is_expanded
+    decode = Work(Seq(1, ids, [4, 5, 6, 7, 8], 65), 1)  # its 64 keys are read by two rows
+    mixed = spans_of([prompt, decode])
+    for rows, is_expanded in ((24.0, True), (26.0, False)):
+        attention.plan(mixed, rows)
+        assert attention.is_expanding == is_expanded
+
+
+def test_steps_with_more_pages_than_fit_are_not_expanded() -> None:
+    spans = spans_of([Work(Seq(0, list(range(200)), [9, 2, 5, 7], 0), 64)])
+    for num_places, is_expanded in ((4, True), (3, False)):
+        attention = make_attention(Case(), num_places)
+        assert attention.num_places == num_places
+        attention.plan(spans, 1.0)
+        assert attention.is_expanding == is_expanded
+
+
+def test_a_page_in_several_spans_is_expanded_once() -> None:
+    pages, places = numbered(np.array([7, 3, 9, 3, 7], np.int32))
+    assert pages.tolist() == [3, 7, 9]
+    assert pages[places].tolist() == [7, 3, 9, 3, 7]
+    none, no_places = numbered(np.zeros(0, np.int32))
+    assert len(none) == len(no_places) == 0
+
+
+def test_plans_that_expand_and_others_follow_each_other() -> None:
+    """Also a plan that is like the last one, and one without pages."""
+    case = Case()
+    pages, attention = Pages(case), make_attention(case)
+    generator = torch.Generator().manual_seed(1)
+    ids = list(range(200))
+    first = spans_of([Work(Seq(0, ids, [3, 8, 1, 6], 20), 40)])
+    other = spans_of([Work(Seq(0, ids, [5, 8, 2, 6], 20), 40)])
+    q = torch.randn(40, case.heads, case.dim, generator=generator)
+
+    def run(spans: Spans, rows: float) -> Tensor:
+        launches = attention.plan(spans, rows)
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2])
+        return attention.run(q, *pages.numbers, out, lse, scales=pages.scales, launches=launches)
+
+    right = [run(spans, NEVER) for spans in (first, other)]
+    assert not torch.equal(right[0], right[1])
+    for spans, wanted in ((first, right[0]), (other, right[1]), (first, right[0])):
+        torch.testing.assert_close(run(spans, 0.0), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(run(spans, NEVER), wanted, rtol=0, atol=0)
+    nothing = spans_of([Work(Seq(0, ids, [5], 5), 1)])
+    assert len(nothing) == 0
+    assert (run(nothing, 0.0) == 0).all()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from mainstem.core.config import CacheConfig, EngineConfig, KvDType, ModelConfig, SchedConfig
 from mainstem.core.errors import ConfigError
@@ -16,7 +17,7 @@ from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.kv.store import KVStore
 from mainstem.runner.cpu_load import load_cpu_runner
-from mainstem.runner.gpu_rounded import OpenPlaces, RoundedGpuPages, num_open_places
+from mainstem.runner.gpu_rounded import OpenPlaces, Pair, RoundedGpuPages, num_open_places
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB, a_request
 from tests.fakes import FakeRunner
@@ -73,6 +74,35 @@ def test_answers_are_those_of_the_cpu(name: str) -> None:
     right = ask(cpu, prompts(), 2)
     assert distance(ask(gpu, prompts(), 2), right) < NEAR
     assert distance(ask(gpu, prompts()[:1], 2), right[:1]) < NEAR
+
+
+@interpreted
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_the_same_if_pages_are_expanded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Hopper, where its own kernels read expanded pages."""
+    from mainstem.kernels.memory.expand import (  # noqa: PLC0415  # needs the interpreter
+        expand_rounded_pages as real,
+    )
+    from mainstem.runner import gpu, gpu_attention  # noqa: PLC0415
+
+    monkeypatch.setattr(gpu_attention, "expands_rounded", lambda *_: True)
+    monkeypatch.setattr(gpu_attention, "EXPANDED_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu, "EXPAND_ROWS", 8.0)
+    calls: list[int] = []
+
+    def counted(numbers: Pair, scales: Pair, pages: Tensor, count: int, out: Tensor) -> None:
+        calls.append(count)
+        real(numbers, scales, pages, count, out)
+
+    name_of = "mainstem.kernels.attention.expanded.expand_rounded_pages"
+    monkeypatch.setattr(name_of, counted)
+    (_, gpu_engine), (_, cpu_engine) = runners(name)
+    right = ask(cpu_engine, prompts(), 2)
+    assert distance(ask(gpu_engine, prompts(), 2), right) < NEAR
+    assert distance(ask(gpu_engine, prompts()[:1], 2), right[:1]) < NEAR
+    assert max(calls) > 0
 
 
 @interpreted

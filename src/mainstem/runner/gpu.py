@@ -20,7 +20,8 @@ from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Spans, Step, StepResult
 from mainstem.core.weights import ModelWeights
-from mainstem.kernels.attention.plan import Launches
+from mainstem.kernels.attention.expanded import EXPAND_ROWS, NEVER
+from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
 from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.upload import move_words
@@ -162,11 +163,15 @@ class GpuRunner:
         hidden_rows = torch.zeros(size, dtype=decoder.dtype, device=self._device)
         for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels specialise on 1 and 16*n
             inputs = self._inputs.views(tokens)
-            attention.plan(_one_key_each(tokens), np.zeros(tokens, np.int32))
-            for launches in attention.kinds_of_steps:
-                attention.bind(inputs, launches)
-                mixer = self._decode_mixer(tokens)
-                hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
+            ways = {0.0: (ALL_LAUNCHES, *attention.kinds_of_steps)} if attention.expands else {}
+            ways[NEVER] = attention.kinds_of_steps  # the last one: graphs are captured with it
+            for expand_rows, kinds in ways.items():
+                zeros = np.zeros(tokens, np.int32)
+                attention.plan(_one_key_each(tokens), zeros, expand_rows=expand_rows)
+                for launches in kinds:
+                    attention.bind(inputs, launches)
+                    mixer = self._decode_mixer(tokens)
+                    hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
             if self._recurrence is not None:  # recurrent layers have other kernels for prompts
                 trash = self._recurrence.states.num_states
                 prompts = [self._recurrence.one_prompt(tokens, trash, self._device)]
@@ -256,7 +261,8 @@ class GpuRunner:
             gate = self._loads.gate(step.load_ids)
         graphs = self._graphs_for(step)
         size = None if graphs is None else graphs.size_for(step)
-        launches = self._attention.plan(step.spans, step.positions, step.window_parts)
+        expand_rows = EXPAND_ROWS if size is None else NEVER  # graphs expand no pages
+        launches = self._attention.plan(step.spans, step.positions, step.window_parts, expand_rows)
         begin = self._mark()  # after planning: the device may be idle while the host plans
         writes = None if self._open_places is None else self._open_places.assign(step)
         num_padded = size or self._padded(step.num_tokens)

@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mainstem.core.step import Int32s, Spans
+from mainstem.kernels.attention.expanded import EXPANDED_BYTES, NEVER, ExpandingAttention
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention, partial_bytes
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
 from mainstem.kernels.attention.triton.open_pages import attend_open_pages
+from mainstem.kernels.attention.tuning import expands_rounded
 from mainstem.kernels.dense.head_norms import HeadNorms
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.memory.copy import copy_slots
@@ -48,7 +51,7 @@ class _Kind(NamedTuple):
 
 class LayerSpans:
     """Span attention of all layers. Layers with the same score settings share a plan, layers with
-    the same window share spans, and all share the memory for Partials.
+    the same window share spans, and all share the memory for Partials, and that for expanded pages.
     """
 
     def __init__(self, spec: ModelSpec, settings: SpanSettings) -> None:
@@ -58,29 +61,41 @@ class LayerSpans:
             _Kind(kind.window, kind.softcap, kind.scale, spec.kv_shape(kind))
             for kind in spec.attentions
         ]
-        heads, limits = spec.num_heads, settings.limits
-        partials: Tensor | None = None
-        if len(set(kinds)) > 1:
+        heads, limits, device = spec.num_heads, settings.limits, settings.device
+        expanding = {
+            kind
+            for kind in kinds
+            if settings.is_rounded and expands_rounded(device, settings.dtype, kind.shape.dim)
+        }
+        partials = memory = None
+        if len(set(kinds)) > 1 or expanding:
             size = max(partial_bytes(heads, kind.shape.dim, limits) for kind in kinds)
-            partials = torch.empty(size, dtype=torch.uint8, device=settings.device)
-        self._kinds = {
-            kind: SpanAttention(
+            partials = torch.empty(size, dtype=torch.uint8, device=device)
+        if expanding:
+            memory = torch.zeros(EXPANDED_BYTES, dtype=torch.uint8, device=device)
+        self._kinds: dict[_Kind, SpanAttention | ExpandingAttention] = {}
+        for kind in dict.fromkeys(kinds):
+            make = partial(
+                SpanAttention,
                 heads=heads,
                 kv_heads=kind.shape.heads,
                 head_dim=kind.shape.dim,
                 page_size=settings.page_size,
                 dtype=settings.dtype,
-                device=settings.device,
+                device=device,
                 limits=limits,
                 scale=kind.scale,
                 has_window=kind.window is not None,
                 softcap=kind.softcap,
                 deterministic_keys=settings.deterministic_keys,
                 partials=partials,
-                is_rounded=settings.is_rounded,
             )
-            for kind in dict.fromkeys(kinds)
-        }
+            attention = make(is_rounded=settings.is_rounded)
+            self._kinds[kind] = attention
+            if memory is not None and kind in expanding:
+                expanded = make(before_own_page=True)
+                self._kinds[kind] = ExpandingAttention(attention, expanded, memory)
+        self.expands = memory is not None
         self._layers = [self._kinds[kind] for kind in kinds]
         self._lse: Tensor | None = None  # log-sum-exps, which sinks need
         self._is_rounded = settings.is_rounded
@@ -93,9 +108,16 @@ class LayerSpans:
         kinds that have it."""
         return max((kind.kinds_of_steps for kind in self._kinds.values()), key=len)
 
-    def plan(self, spans: Spans, positions: Int32s, window_parts: Int32s | None) -> Launches:
+    def plan(
+        self,
+        spans: Spans,
+        positions: Int32s,
+        window_parts: Int32s | None,
+        expand_rows: float = NEVER,
+    ) -> Launches:
         """Describe the next step, with the positions of its tokens, and Step.window_parts; returns
-        the launches that it needs.
+        the launches that it needs. `expand_rows`: see ExpandingAttention; steps that run in graphs
+        expand no pages.
         """
         if self._is_rounded:
             spans = before_own_pages(spans, positions, self._page_size)
@@ -107,7 +129,11 @@ class LayerSpans:
                 clipped[window] = clipped_to_windows(
                     spans, positions, window, self._page_size, window_parts, self._align_tokens
                 )
-            needed = attention.plan(clipped[window])
+            seen = clipped[window]
+            if isinstance(attention, ExpandingAttention):
+                needed = attention.plan(seen, expand_rows)
+            else:
+                needed = attention.plan(seen)
             has_large |= needed.large
             has_merge |= needed.merge
         return Launches(has_large, has_merge)
@@ -136,8 +162,10 @@ class LayerSpans:
         launches: Launches,
     ) -> None:
         """SpanAttention.run for this layer."""
+        attention = self._layers[layer]
+        assert isinstance(attention, SpanAttention)
         lse = None if sinks is None or self._lse is None else self._lse[: len(q)]
-        self._layers[layer].run(q, *pages, out=out, lse=lse, sinks=sinks, launches=launches)
+        attention.run(q, *pages, out=out, lse=lse, sinks=sinks, launches=launches)
 
 
 class GpuAttention:
@@ -186,9 +214,20 @@ class GpuAttention:
         """See LayerSpans."""
         return self._spans.kinds_of_steps
 
-    def plan(self, spans: Spans, positions: Int32s, window_parts: Int32s | None = None) -> Launches:
+    @property
+    def expands(self) -> bool:
+        """Whether some steps expand rounded pages."""
+        return self._spans.expands
+
+    def plan(
+        self,
+        spans: Spans,
+        positions: Int32s,
+        window_parts: Int32s | None = None,
+        expand_rows: float = NEVER,
+    ) -> Launches:
         """See LayerSpans."""
-        return self._spans.plan(spans, positions, window_parts)
+        return self._spans.plan(spans, positions, window_parts, expand_rows)
 
     def bind(self, inputs: GpuInputs, launches: Launches) -> None:
         """Set positions and slots of the next step's tokens, and what to launch for them."""

@@ -173,11 +173,12 @@ class SpanAttention:
         tiles: Tiles | None = None,
         partials: Tensor | None = None,
         is_rounded: bool = False,
+        before_own_page: bool = False,
     ) -> None:
         """With `has_window` the spans of plans may have first keys. With a `softcap` scores become
         softcap * tanh(score / softcap). `partials` is memory that several SpanAttentions share, of
-        `partial_bytes`. With `is_rounded` pages are in fp8, and tokens see only the pages before
-        their own one: `open_pages.py` adds that one."""
+        `partial_bytes`. With `is_rounded` pages are in fp8. With this or `before_own_page`, tokens
+        see only the pages before their own one: `open_pages.py` adds that one."""
         if dtype not in DTYPES:
             raise LayoutError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
         if head_dim not in HEAD_DIMS:
@@ -194,9 +195,10 @@ class SpanAttention:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if softcap is not None and not softcap > 0:
             raise LayoutError(f"softcap must be positive, got {softcap}")
-        # Hopper's own kernels do not read rounded pages
+        # Hopper's own kernels do not read rounded pages; `expanded.py` expands them
         can_split, is_given = deterministic_keys is None and not is_rounded, tiles is not None
         self._is_rounded = is_rounded
+        self._before_own_page = is_rounded or before_own_page
         tiles = tiles or choose_tiles(device, dtype, head_dim, can_split=can_split)
         tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
         if device.type != "cpu" and dtype != torch.float32 and can_split and not is_given:
@@ -432,7 +434,8 @@ class SpanAttention:
         constants = {
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": self._head_dim,
             "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None,
-            "HAS_WINDOW": shape.has_windows, "SOFTCAP": self._softcap, "launch_pdl": True,
+            "HAS_WINDOW": shape.has_windows, "SOFTCAP": self._softcap,
+            "BEFORE_OWN_PAGE": self._before_own_page, "launch_pdl": True,
         }  # fmt: skip
         if has_large:
             large._large_units_kernel[(shape.large.slots,)](
@@ -475,7 +478,7 @@ class SpanAttention:
             LARGE_Q=tiles.large_q, LARGE_K=tiles.large_k, LARGE_STAGES=tiles.large_stages,
             PER_SM=1 if self._is_interpreted else tiles.programs_per_sm,
             HAS_LSE=lse is not None, HAS_WINDOW=shape.has_windows, SOFTCAP=self._softcap,
-            ROUNDED=self._is_rounded,
+            ROUNDED=self._is_rounded, BEFORE_OWN_PAGE=self._before_own_page,
             WIDE=len(k_pages) * k_pages.stride(0) >= 2**31,
             UPCAST=self._is_interpreted, OVERLAPS=self._overlaps,
             num_warps=tiles.num_warps, **options,
@@ -500,6 +503,12 @@ class SpanAttention:
                 HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim, TILE_ROWS=SINK_ROWS,
                 num_warps=4, **overlap_options(self._device),
             )  # fmt: skip
+
+    def pages_in(self, memory: Tensor) -> Tensor:
+        """As many pages as fit into memory (uint8): [K and V, pages, kv_heads, page_size, dim]."""
+        shape = (2, -1, self.shape.kv_heads, self._page_size, self._head_dim)
+        page_bytes = -math.prod(shape) * self._dtype.itemsize
+        return memory[: len(memory) // page_bytes * page_bytes].view(self._dtype).view(shape)
 
     def forget_addresses(self) -> None:
         """Pages are about to have other addresses."""

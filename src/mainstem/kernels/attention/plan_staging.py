@@ -1,10 +1,22 @@
 """Plans of attention on their way to a device."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from mainstem.kernels.attention.plan import KernelPlan
+from mainstem.core.step import Int32s
 from mainstem.kernels.memory.upload import move_words
+
+
+class Ints(Protocol):
+    """A plan, or a part of one."""
+
+    @property
+    def num_ints(self) -> int: ...
+
+    def write(self, ints: Int32s) -> None:
+        """Write all ints."""
 
 
 class PlanStaging:
@@ -15,7 +27,7 @@ class PlanStaging:
         self._make(0)
         self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
 
-    def send(self, plan: KernelPlan, target: Tensor) -> None:
+    def send(self, plan: Ints, target: Tensor) -> None:
         """Copy to a row on the device, on the current stream; waits only for the last copy from
         this host memory."""
         if self._copied is not None:

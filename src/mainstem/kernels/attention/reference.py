@@ -25,12 +25,15 @@ def span_attention(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    before_own_page: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token over all spans it lies in; zeros where it lies in none.
 
-    With a softcap scores become softcap * tanh(score / softcap).
+    With a softcap scores become softcap * tanh(score / softcap). With `before_own_page` a query of
+    a causal span sees only keys on pages before its own.
     """
     tokens, heads, _ = q.shape
+    own = k_pages.shape[2] if before_own_page else 1
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full((tokens, heads), float("-inf"), device=q.device)
     for index in range(len(spans)):
@@ -45,7 +48,7 @@ def span_attention(
             _gather(v_pages, pages, num_keys),
             scale,
             softcap,
-            _visible(spans, index).to(q.device),
+            _visible(spans, index, own).to(q.device),
         )
         out[rows], lse[rows] = merge(out[rows], lse[rows], part_out, part_lse)
     if sinks is not None:
@@ -66,15 +69,17 @@ def _gather(pages: Tensor, page_ids: Tensor, num_keys: int) -> Tensor:
     return run[:, :num_keys].float()
 
 
-def _visible(spans: Spans, index: int) -> Tensor:
+def _visible(spans: Spans, index: int, own: int) -> Tensor:
     """[queries, keys] of a span. A query sees keys from its first key on; in a causal span of n
-    queries, query j sees keys up to num_keys - n + j, which is included (both count from 0)."""
+    queries, query j sees keys up to num_keys - n + j, which is included (both count from 0). With
+    `own` above 1, it does not see those of its own page of that size."""
     begin, end = spans.query_starts[index], spans.query_starts[index + 1]
     num_queries, num_keys = int(end - begin), int(spans.key_tokens[index])
     keys = torch.arange(num_keys)
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
     if spans.is_causal[index]:
-        visible &= keys <= torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+        last = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+        visible &= keys <= (last if own == 1 else last // own * own - 1)
     if spans.first_keys is not None:
         visible &= keys >= torch.from_numpy(spans.first_keys[begin:end].astype("int64"))[:, None]
     return visible

@@ -107,6 +107,9 @@ SPLIT_TILES = {  # by head_dim
     128: HOPPER_SPLIT,
     256: _wide(_split(256, 2, 0.0310, 0.0175)),
 }
+# Whether prompts over rounded pages run in Hopper's own kernels (`expanded.py`). Off, because this
+# was compiled for sm_90 and has not yet run on a card.
+EXPANDS_ROUNDED = False
 TUNED_CARD = "NVIDIA H200"  # the paces of split tiles were measured on it
 MOST_TUNED_DIM = 128
 MOST_WIDE_DIM = 256
@@ -156,11 +159,22 @@ def choose_tiles(
         return INTERPRETER
     if dtype == torch.float32:
         return _by_width(head_dim, *_WIDE_ELEMENTS)
-    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
+    if _is_hopper(device):
         if can_split and head_dim in SPLIT_TILES:
             return SPLIT_TILES[head_dim]
         return hopper_tiles(head_dim)
     return _by_width(head_dim, *_FALLBACK)
+
+
+def expands_rounded(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether rounded pages may be expanded for Hopper's own kernels."""
+    if not EXPANDS_ROUNDED or dtype == torch.float32 or head_dim not in SPLIT_TILES:
+        return False
+    return device.type != "cpu" and _is_hopper(device)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def hopper_tiles(head_dim: int) -> Tiles:

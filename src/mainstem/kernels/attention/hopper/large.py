@@ -42,6 +42,7 @@ from mainstem.kernels.attention.hopper.rows import (
     find_first_keys,
     find_rows,
     find_tokens,
+    last_seen,
     num_tiles_of,
     read_piece,
     rows_of,
@@ -319,7 +320,7 @@ def _consume(
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_K: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Compute half of the rows of every unit of this program. The next unit's fields and queries
     are fetched while this unit is computed; the first iteration only fetches.
@@ -379,8 +380,10 @@ def _consume(
         num_tiles = gl.where(index < begin, 0, num_tiles_of(key_begin, key_end, TILE_K))
         if row_begin < row_end:
             rows, _ = rows_of(row_begin, kv_head, 64, GROUP, 1, 1, gl.SliceLayout(1, S_LAYOUT))
-            limit = gl.minimum(first_limit + rows // GROUP, key_end - 1)
-            seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+            last = last_seen(first_limit + rows // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+            limit = gl.minimum(last, key_end - 1)
+            last = last_seen(first_limit + row_begin // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+            seen_by_all = gl.minimum(key_end, last + 1)
             first_key = limit
             hidden_end = 0
             if HAS_WINDOW:
@@ -444,10 +447,11 @@ def _large_units_kernel(
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_stages,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
     TILE_K: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Attend to the large units of this program. `scale` includes log2(e), SOFTCAP does not; a
-    SOFTCAP of 0 means none.
+    SOFTCAP of 0 means none. BEFORE_OWN_PAGE: rows of a causal span see the pages before their own
+    one.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -496,6 +500,7 @@ def _large_units_kernel(
                 q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
+                PAGE_SIZE, BEFORE_OWN_PAGE,
             )),
             (_consume, (
                 q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails,
@@ -503,6 +508,7 @@ def _large_units_kernel(
                 q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
+                PAGE_SIZE, BEFORE_OWN_PAGE,
             )),
             (_produce, (
                 k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,

@@ -160,6 +160,14 @@ def find_rows(
 
 
 @gluon.jit
+def last_seen(own, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr):
+    """The last key that a row sees, if the span is long enough; see `_limit` in `span.py`."""
+    if BEFORE_OWN_PAGE:
+        own = own // PAGE_SIZE * PAGE_SIZE - 1
+    return own
+
+
+@gluon.jit
 def find_first_keys(entries_ptr, num_entries, rows, row_end, GROUP: gl.constexpr):
     """The first key that each row sees."""
     ptrs = entries_ptr + ENTRY_FIRST_KEY * num_entries + rows // GROUP

@@ -33,6 +33,7 @@ from mainstem.kernels.attention.hopper.rows import (
     find_first_keys,
     find_rows,
     find_tokens,
+    last_seen,
     num_tiles_of,
     read_piece,
     share_of,
@@ -150,7 +151,7 @@ def _consume(
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Compute all units of this program: the online softmax over the tiles of each."""
     NOTES: gl.constexpr = 2 * STAGES
@@ -207,8 +208,10 @@ def _consume(
             entries_ptr + entry, num_entries, row_begin, row_end, kv_head,
             COUNT, GROUP, FOLD, O_ROWS,
         )  # fmt: skip
-        limit = gl.minimum(first_limit + (row_begin + lanes) // GROUP, key_end - 1)
-        seen_by_all = gl.minimum(key_end, first_limit + row_begin // GROUP + 1)
+        last = last_seen(first_limit + (row_begin + lanes) // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+        limit = gl.minimum(last, key_end - 1)
+        last = last_seen(first_limit + row_begin // GROUP, PAGE_SIZE, BEFORE_OWN_PAGE)
+        seen_by_all = gl.minimum(key_end, last + 1)
         hidden_end = 0
         if HAS_WINDOW:
             hidden_end = gl.max(first_key, 0)
@@ -327,10 +330,12 @@ def _small_units_kernel(
     num_barriers,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
     HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, IS_FIRST: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
+    IS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Attend to the small units of this program. `scale` includes log2(e), SOFTCAP does not; a
-    SOFTCAP of 0 means none.
+    SOFTCAP of 0 means none. BEFORE_OWN_PAGE: rows of a causal span see the pages before their own
+    one.
 
     After the kernel of the large units (not IS_FIRST) this kernel need not wait at its start: the
     large kernel lets it start only after its own wait for the kernel before. The next kernel
@@ -406,6 +411,7 @@ def _small_units_kernel(
                 unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 KV_HEADS, GROUP, FOLD, SPLITS, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
+                PAGE_SIZE, BEFORE_OWN_PAGE,
             )),
             (produce, (
                 k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,

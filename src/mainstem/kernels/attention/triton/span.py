@@ -136,10 +136,10 @@ def _finish_rows(
 
 
 @triton.jit
-def _limit(own, key_end, PAGE_SIZE: tl.constexpr, ROUNDED: tl.constexpr):
+def _limit(own, key_end, PAGE_SIZE: tl.constexpr, BEFORE_OWN_PAGE: tl.constexpr):
     """The last key that a row sees in a span. `own` is its own key's number in a causal span, and
     beyond the last key in others. Of rounded pages, a row sees those before its own page."""
-    if ROUNDED:
+    if BEFORE_OWN_PAGE:
         own = own // PAGE_SIZE * PAGE_SIZE - 1
     return tl.minimum(own, key_end - 1)
 
@@ -229,7 +229,8 @@ def _small_units(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_Q: tl.constexpr, STAGES: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, BEFORE_OWN_PAGE: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute the small units of a program, one after the other. Queries are fetched one unit
     ahead.
@@ -285,7 +286,7 @@ def _small_units(
         )  # fmt: skip
 
         pages_ptr = page_ids_ptr + page_at + 1
-        limit = _limit(first_limit + row // GROUP, key_end, PAGE_SIZE, ROUNDED)
+        limit = _limit(first_limit + row // GROUP, key_end, PAGE_SIZE, BEFORE_OWN_PAGE)
         max_score = tl.full([TILE_Q], float("-inf"), tl.float32)
         weight = tl.zeros([TILE_Q, TILE_K], tl.float32)
         acc = tl.zeros([TILE_Q, DIM], tl.float32)
@@ -405,7 +406,7 @@ def _large_unit(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
     HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    ROUNDED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    ROUNDED: tl.constexpr, BEFORE_OWN_PAGE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute one unit of many rows. With windows, the first tiles of keys are left out if no row
     sees them."""
@@ -431,7 +432,7 @@ def _large_unit(
     q = _load_tile(q_ptr, q_offset, is_row, HEAD_DIM, DIM, True)
     if UPCAST:
         q = q.to(tl.float32)
-    limit = _limit(first_limit + query, key_end, PAGE_SIZE, ROUNDED)
+    limit = _limit(first_limit + query, key_end, PAGE_SIZE, BEFORE_OWN_PAGE)
     head_offset = kv_head * stride_kv_head
     if ROUNDED:
         k_scales_ptr += kv_head
@@ -463,8 +464,8 @@ def _large_unit(
         key_begin = head_end
         page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
     # Keys that every row sees need no mask.
-    first_row_limit = _limit(first_limit + row_begin // GROUP, key_end, PAGE_SIZE, ROUNDED)
-    seen_by_all = first_row_limit + 1
+    first_row = first_limit + row_begin // GROUP
+    seen_by_all = _limit(first_row, key_end, PAGE_SIZE, BEFORE_OWN_PAGE) + 1
     clear_end = key_begin + tl.maximum(seen_by_all - key_begin, 0) // TILE_K * TILE_K
     for start in tl.range(key_begin, clear_end, TILE_K, num_stages=STAGES):
         next_page = _page_of(pages_ptr, start + TILE_K, key_end, PAGE_SIZE, TILE_K)
@@ -505,10 +506,12 @@ def _span_kernel(
     FOLD: tl.constexpr, SMALL_Q: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_Q: tl.constexpr, LARGE_K: tl.constexpr, LARGE_STAGES: tl.constexpr,
     PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    ROUNDED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROUNDED: tl.constexpr, BEFORE_OWN_PAGE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the units of this program. `scale` includes log2(e), SOFTCAP does not; a SOFTCAP of
-    0 means none. ROUNDED: pages are in fp8, with scales.
+    0 means none. ROUNDED: pages are in fp8, with scales. BEFORE_OWN_PAGE: rows of a causal span see
+    the pages before their own one.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
@@ -544,7 +547,7 @@ def _span_kernel(
             stride_q_token, stride_q_head, stride_out_token, stride_out_head,
             stride_page, stride_kv_head, scale,
             HEADS, GROUP, HEAD_DIM, DIM, PAGE_SIZE, LARGE_Q, LARGE_K, LARGE_STAGES,
-            HAS_LSE, HAS_WINDOW, SOFTCAP, ROUNDED, WIDE, UPCAST,
+            HAS_LSE, HAS_WINDOW, SOFTCAP, ROUNDED, BEFORE_OWN_PAGE, WIDE, UPCAST,
         )  # fmt: skip
         piece_ptr = large_ptr + (next_unit // KV_HEADS) * PIECE_INTS
         kv_head = next_unit % KV_HEADS
@@ -556,5 +559,5 @@ def _span_kernel(
             share_ptr, small_order_ptr, small_begin, small_end,
             stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
             KV_HEADS, GROUP, FOLD, HEAD_DIM, DIM, PAGE_SIZE, SMALL_Q, SMALL_STAGES,
-            HAS_LSE, HAS_WINDOW, SOFTCAP, ROUNDED, WIDE, UPCAST,
+            HAS_LSE, HAS_WINDOW, SOFTCAP, ROUNDED, BEFORE_OWN_PAGE, WIDE, UPCAST,
         )  # fmt: skip
