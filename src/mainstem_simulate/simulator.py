@@ -348,11 +348,7 @@ class _Simulation:
             self._link_free_s = ready_s
         prefill_s = rates.prefill_s(new_tokens)
         if is_counted:
-            report = self._report
-            report.prompt_tokens += request.input_tokens
-            report.prefill_tokens += new_tokens
-            report.prefill_s += prefill_s + load_s
-            report.loaded_gb += loaded_bytes / GB
+            self._report.prefill_s += prefill_s + load_s
         self._num_served += 1
         return ready_s, _Running(
             ticket, arrived_s, start, prefill_s, request.input_tokens, request.output_tokens,
@@ -402,10 +398,7 @@ class _Simulation:
             report = self._report
             self._ttfts.append(waited_s + first_token_s)
             self._waits_s += waited_s
-            report.prompt_tokens += request.input_tokens
-            report.prefill_tokens += new_tokens
             report.prefill_s += first_token_s
-            report.loaded_gb += loaded_bytes / GB
             report.device_s += self._now - start
         self._num_served += 1
 
@@ -419,8 +412,14 @@ class _Simulation:
         if self._num_served == self._config.warmup:
             self._counted_from_s = self._now
         hit_tokens = self._count_hits(request, here, from_host, from_disk)
+        new_tokens = request.input_tokens - hit_tokens
         loaded_bytes = (from_host + from_disk) * self._page_bytes
-        return request.input_tokens - hit_tokens, loaded_bytes, wait_s
+        if self._num_served >= self._config.warmup:
+            report = self._report
+            report.prompt_tokens += request.input_tokens
+            report.prefill_tokens += new_tokens
+            report.loaded_gb += loaded_bytes / GB
+        return new_tokens, loaded_bytes, wait_s
 
     def _expire(self, now: float) -> None:
         if self._config.ttl_s is not None:
