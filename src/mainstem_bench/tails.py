@@ -27,19 +27,13 @@ from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Output, Request
-from mainstem.core.step import Int32s, Step, StepResult
-from mainstem.kv.store import KVStore
-from mainstem.plan.cost import H200, worth_sharing
-from mainstem.sched.scheduler import Scheduler
+from mainstem.core.step import Int32s, Step
 from mainstem_bench.arrivals import TimedAnswer, arrival_times
 from mainstem_bench.feed import greedy
 from mainstem_bench.limit import ModelCost
 from mainstem_bench.report import show_all
 from mainstem_bench.shapes import SHAPES
-from mainstem_bench.virtual_step import virtual_s
-
-PAGE_SIZE = 16
-ELEMENT_BYTES = 2  # bf16
+from mainstem_bench.virtual_step import ELEMENT_BYTES, some_result, virtual_s, virtual_scheduler
 
 
 @dataclass(slots=True)
@@ -111,9 +105,7 @@ class VirtualEngine:
         self.counters = Counters().attach(bus)
         self.now_s = 0.0
         self._model = model
-        store = KVStore(kv_tokens // PAGE_SIZE, PAGE_SIZE, b"tails", bus)
-        share = partial(worth_sharing, H200, model.heads)
-        self.scheduler = Scheduler(config, store, vocab_size, kv_tokens, bus, worth_sharing=share)
+        self.scheduler = virtual_scheduler(config, model, vocab_size, kv_tokens, bus)
         self._in_flight: tuple[Step, float, float] | None = None  # its seconds, and its end
         self._free_s = 0.0  # when the device has done all steps
 
@@ -135,8 +127,7 @@ class VirtualEngine:
 
     def _take_in(self, step: Step, device_s: float, end_s: float) -> None:
         self.now_s = max(self.now_s, end_s)
-        tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
-        self.scheduler.commit(step, StepResult(tokens, {}, ()), device_s)
+        self.scheduler.commit(step, some_result(step), device_s)
 
 
 def serve(

@@ -1,9 +1,34 @@
-"""The time of a step by the cost model of an H200, for benches that run the scheduler alone."""
+"""A scheduler without a device, for benches: steps take the time of the cost model of an H200."""
 
-from mainstem.core.step import Step
-from mainstem.plan.cost import H200
+from functools import partial
+
+import numpy as np
+
+from mainstem.core.config import SchedConfig
+from mainstem.core.events import EventBus
+from mainstem.core.step import Step, StepResult
+from mainstem.kv.store import KVStore
+from mainstem.plan.cost import H200, worth_sharing
+from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.floors import span_floor_s
 from mainstem_bench.limit import ModelCost
+
+PAGE_SIZE = 16
+ELEMENT_BYTES = 2  # bf16
+
+
+def virtual_scheduler(
+    config: SchedConfig, model: ModelCost, vocab_size: int, kv_tokens: int, bus: EventBus
+) -> Scheduler:
+    """Make a scheduler with pages for `kv_tokens`."""
+    store = KVStore(kv_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus)
+    share = partial(worth_sharing, H200, model.heads)
+    return Scheduler(config, store, vocab_size, kv_tokens, bus, worth_sharing=share)
+
+
+def some_result(step: Step) -> StepResult:
+    """A token for each row of a step that samples one."""
+    return StepResult(np.full(len(step.sample_rows), 7, np.int32), {}, ())
 
 
 def virtual_s(model: ModelCost, step: Step) -> float:
