@@ -47,13 +47,12 @@ from mainstem_bench.report import load_average, show_all
 from mainstem_bench.settings import empty_folder, kv_token_bytes, random_config, settings
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.speeds import RealTime, Speeds, TimedEngine, host_gb_per_s, num_prompt_ids
-from mainstem_bench.virtual_engine import VirtualEngine
+from mainstem_bench.virtual_engine import ELEMENT_BYTES, VirtualEngine
 from mainstem_simulate.service import GB, Batching, ServiceRates
 from mainstem_simulate.simulator import Queue, SimulationConfig, simulate
 from mainstem_simulate.trace_records import ReadOptions, Trace
 from mainstem_simulate.traces import read_trace
 
-ELEMENT_BYTES = 2  # bf16
 WAYS = ("store", "recompute")
 
 

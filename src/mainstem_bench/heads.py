@@ -153,17 +153,17 @@ def main(args: list[str]) -> int:
     flag = partial(add_flag, parser)
     flag("--shapes", positive_count, "random shapes", 24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", help="only the shapes whose name contains this")
+    parser.add_argument("--case", default="", help="only the shapes whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per shape")
     chosen = parser.parse_args(args)
     require_card()
     bench = Bench()
     for case in named_shapes():
-        if chosen.case is None or chosen.case in case.name:
+        if chosen.case in case.name:
             show_case(shape_line(bench, case), chosen.json)
     lines = []
     for case in random_shapes(chosen.seed, chosen.shapes):
-        if chosen.case is None or chosen.case in case.name:
+        if chosen.case in case.name:
             lines.append(shape_line(bench, case))
             show_case(lines[-1], chosen.json)
     if not lines:

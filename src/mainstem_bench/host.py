@@ -14,11 +14,11 @@ from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Delivery, Request
-from mainstem.core.step import StepResult
 from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import greedy
 from mainstem_bench.report import load_average, show
+from mainstem_bench.virtual_step import some_result
 
 VOCAB = 30_000
 Milliseconds = NDArray[np.float64]
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace, max_tokens: Callable[[int], int]) -> Millisec
         if step is None:
             break
         built = perf_counter()
-        result = StepResult(np.full(len(step.sample_rows), 7, np.int32), {}, ())
+        result = some_result(step)
         ready = perf_counter()
         scheduler.commit(step, result)
         scheduler.take_outputs()

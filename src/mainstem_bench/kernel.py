@@ -8,7 +8,7 @@ or to do the arithmetic at its sustained rate, whichever is longer.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,12 +93,14 @@ class Bench:
             lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         )
 
-    def time_us(self, call: Callable[[], object]) -> float:
+    def time_us(
+        self, call: Callable[[], object], num_timed: int = NUM_TIMED, warm_ups: int = WARM_UPS
+    ) -> float:
         """Return the median over calls with a cold L2 cache. The cache is filled by reads, so it
         has nothing to write back during the call.
         """
         events = []
-        for _ in range(WARM_UPS + NUM_TIMED):
+        for _ in range(warm_ups + num_timed):
             self._flush.sum()
             begin, end = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -109,7 +111,7 @@ class Bench:
             end.record()
             events.append((begin, end))
         torch.cuda.synchronize()
-        return float(np.median([begin.elapsed_time(end) * 1e3 for begin, end in events[WARM_UPS:]]))
+        return float(np.median([begin.elapsed_time(end) * 1e3 for begin, end in events[warm_ups:]]))
 
     def free_pages(self) -> None:
         self._pages.clear()
@@ -309,7 +311,7 @@ def require_card() -> None:
 def main(args: list[str]) -> int:
     """Print one line per case; returns 1 if a case misses its limit."""
     parser = Parser(prog="mainstem bench kernel")
-    parser.add_argument("--case", help="only the cases whose name contains this")
+    parser.add_argument("--case", default="", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per case")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
     parser.add_argument(
@@ -317,40 +319,41 @@ def main(args: list[str]) -> int:
     )
     chosen = parser.parse_args(args)
     require_card()
-    bench = Bench()
     if chosen.fp8:
-        return _compare_rounded(bench, chosen.case, chosen.page_size)
+        return _compare_rounded(Bench(), chosen.case, chosen.page_size)
     status = 0
-    cases = [replace(case, page_size=chosen.page_size) for case in kernel_cases()]
-    cases = [case for case in cases if chosen.case is None or chosen.case in case.name]
-    bench.make_pools(cases)
-    for case in cases:
-        line = case_line(bench, case)
+    for line in _lines(Bench(), chosen.case, chosen.page_size):
         status |= not line["is_within_bar"]
         show_case(line, chosen.json)
-    if chosen.case is None or chosen.case in mixed_cases()[0].name:
-        line = mixed_line(bench)
-        status |= not line["is_within_bar"]
-        show_case(line, chosen.json)
-    for case in prefill_cases():
-        if chosen.case is None or chosen.case in case.name:
-            line = prefill_line(bench, replace(case, page_size=chosen.page_size))
-            status |= not line["is_within_bar"]
-            show_case(line, chosen.json)
     return status
 
 
-def _compare_rounded(bench: Bench, name: str | None, page_size: int) -> int:
+def _compare_rounded(bench: Bench, text: str, page_size: int) -> int:
     """Print a JSON line for each step with prompts; returns 1 if results are wrong."""
     from mainstem_bench.kernel_fp8 import rounded_cases, rounded_line  # noqa: PLC0415  # imports us
 
     status = 0
     for case in rounded_cases():
-        if name is None or name in case.name:
+        if text in case.name:
             line = rounded_line(bench, replace(case, page_size=page_size))
             status |= not line["is_right"]
             print(json.dumps({**line, **fingerprint()}), flush=True)
     return status
+
+
+def _lines(bench: Bench, text: str, page_size: int) -> Iterator[dict[str, object]]:
+    """Measure the cases whose names contain `text`."""
+    decodes, prefills = (
+        [replace(case, page_size=page_size) for case in cases if text in case.name]
+        for cases in (kernel_cases(), prefill_cases())
+    )
+    bench.make_pools(decodes)
+    for case in decodes:
+        yield case_line(bench, case)
+    if text in mixed_cases()[0].name:
+        yield mixed_line(bench)
+    for case in prefills:
+        yield prefill_line(bench, case)
 
 
 def show_case(line: dict[str, object], is_json: bool) -> None:

@@ -7,6 +7,7 @@ Planning and submitting are timed; building the engine and warming it up are not
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -220,19 +221,31 @@ def model_cost(
 
 def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
     """Raise AssertionError unless prompts get the same answers planned and shared as without
-    sharing. Done in fp32: logits of random weights are close, and in 16 bits rounding would decide
-    between them.
+    sharing."""
+    few = replace(job, num_requests=8)
+    prompts = Prompts.from_lists(shuffled(few.prompts(SHAPES[job.model_shape].vocab_size)))
+    ways = ((config, True), (config.sharing(Share.NONE), False))
+    check_same(prompts, CHECKED_TOKENS, ways, "sharing changed an answer")
+
+
+def check_same(
+    prompts: Prompts, output: int, ways: Iterable[tuple[EngineConfig, bool]], fault: str
+) -> None:
+    """Raise AssertionError unless prompts get the same answers in all ways: with each config,
+    planned or not. Done in fp32: logits of random weights are close, and in 16 bits rounding would
+    decide between them.
     """
-    shape = SHAPES[job.model_shape]
-    prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab_size)))
-    exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
-    alone = exact.sharing(Share.NONE)
     answers = []
-    for each, is_planned in ((exact, True), (alone, False)):
-        engine = build_random_engine(shape, each)
-        answers.append(run_job(engine, prompts, CHECKED_TOKENS, is_planned).answers)
+    for config, is_planned in ways:
+        engine = build_random_engine(SHAPES[config.model.model], exact(config))
+        answers.append(run_job(engine, prompts, output, is_planned).answers)
         engine.close()
-    assert answers[0] == answers[1], "sharing changed an answer"
+    assert all(each == answers[0] for each in answers), fault
+
+
+def exact(config: EngineConfig) -> EngineConfig:
+    """The config, in fp32."""
+    return replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
 
 
 def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None:

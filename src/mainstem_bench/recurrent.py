@@ -27,6 +27,7 @@ from mainstem.kernels.recurrent.delta import delta_rule
 from mainstem.kernels.recurrent.rows import LayerRows, RowUse, pack_rows
 from mainstem.kernels.recurrent.segments import Segments
 from mainstem.plan.cost import H200
+from mainstem_bench.kernel import Bench as AttentionBench
 from mainstem_bench.kernel import fingerprint, require_card
 
 KEY_HEADS, HEADS, DIM = 16, 48, 128
@@ -39,7 +40,6 @@ TOKEN_BYTES = 2 * (KEY_HEADS + HEADS) * DIM * 2
 FIXED_US = 8.0
 NUM_TIMED = 7
 WARM_UPS = 3
-FLUSH_BYTES = 512 << 20
 TOLERANCE = 0.02  # largest error / largest value, of bf16 rows and outputs
 CHECKED = 16  # sequences whose states are computed at once by the check
 FOLD_AFTER = 24  # rows of a sequence that shares nothing; see docs/adr/0022
@@ -213,10 +213,10 @@ def _error(found: Tensor, right: Tensor) -> float:
 
 
 class Bench:
-    """Times calls with a cold cache."""
+    """Checks and times cases, with a cold cache."""
 
     def __init__(self) -> None:
-        self._flush = torch.ones(FLUSH_BYTES // 4, device=DEVICE)
+        self._clock = AttentionBench()
 
     def measure(self, case: Case) -> Measured:
         layer = make_layer(case)
@@ -226,20 +226,7 @@ class Bench:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layer.run()
-        times = []
-        for _ in range(WARM_UPS + NUM_TIMED):
-            self._flush.sum()
-            begin, end = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
-            begin.record()
-            graph.replay()
-            end.record()
-            times.append((begin, end))
-        torch.cuda.synchronize()
-        us = [begin.elapsed_time(end) * 1e3 for begin, end in times[WARM_UPS:]]
-        return Measured(float(np.median(us)), error)
+        return Measured(self._clock.time_us(graph.replay, NUM_TIMED, WARM_UPS), error)
 
 
 def line_of(name: str, us: float, floor: float, bar: float, error: float) -> dict[str, object]:

@@ -6,9 +6,10 @@ With --separate, the same number of prompts that share nothing is answered, too.
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -17,21 +18,19 @@ from torch import Tensor
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Delivery, Request, SamplingParams
-from mainstem.core.tables import table
 from mainstem.core.weights import TensorUpdate
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.spec import ModelSpec
-from mainstem.models.tensors import TensorReader
-from mainstem.models.weights import RandomWeights, part_shape
+from mainstem_bench.checkpoint import tensor_shapes
 from mainstem_bench.limit import job_floor
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import model_cost
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
@@ -44,16 +43,11 @@ VALUE = 0.01  # of all weights: what they are does not change the time
 def parser() -> argparse.ArgumentParser:
     made = Parser("mainstem bench rollouts", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
-    for name, number, what in (
-        ("prompts", 64, "number of prompts"),
-        ("answers", 16, "answers of each"),
-        ("prompt-tokens", 400, "tokens of a prompt"),
-        ("output", 512, "tokens of an answer"),
-    ):
-        made.add_argument(
-            f"--{name}", type=positive_count, default=number, metavar="N",
-            help=f"{what} (%(default)s)",
-        )  # fmt: skip
+    flag = partial(add_flag, made)
+    flag("--prompts", positive_count, "number of prompts", 64)
+    flag("--answers", positive_count, "answers of each", 16)
+    flag("--prompt-tokens", positive_count, "tokens of a prompt", 400)
+    flag("--output", positive_count, "tokens of an answer", 512)
     made.add_argument("--separate", action="store_true", help="also as prompts that share nothing")
     made.add_argument("--pageable", action="store_true", help="do not pin the tensors")
     made.add_argument("--json", action="store_true", help="one line")
@@ -65,11 +59,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     kv_tokens = TINY_KV_TOKENS if args.model_shape == "tiny" else KV_TOKENS
     result = measure(args, random_config(args, args.model_shape, kv_tokens))
-    if args.json:
-        print(line("rollouts", result))
-    else:
-        rows = [[name, str(value)] for name, value in result.items() if name != "settings"]
-        print(table(["", "rollouts"], rows))
+    show("rollouts", result, args.json)
     return 0
 
 
@@ -142,30 +132,11 @@ def answer(engine: Engine, job: OfflineJob, seed: int) -> float:
 # --- weights --------------------------------------------------------------------------------------
 
 
-class _Shapes(RandomWeights):
-    """Notes the names and shapes of all tensors; makes none."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.device, self._quantized = dtype, torch.device("meta"), None
-        self.found: dict[str, tuple[int, ...]] = {}
-
-    def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        self.found[name] = tuple(shape)
-        return torch.empty(part_shape(self.found[name], at), dtype=self.dtype, device="meta")
-
-
 def tensors_for(shape: ModelSpec, dtype: torch.dtype, is_pinned: bool) -> dict[str, Tensor]:
     """Tensors in host memory for every weight of a shape."""
-    source = _Shapes(dtype)
-    reader = TensorReader(source, shape)
-    embedding = reader.embedding()
-    reader.inputs()
-    for index in range(shape.num_layers):
-        reader.layer(index)
-    reader.ends(embedding)
     return {
         name: torch.full(size, VALUE, dtype=dtype, pin_memory=is_pinned)
-        for name, size in source.found.items()
+        for name, size in tensor_shapes(shape).items()
     }
 
 

@@ -13,14 +13,14 @@ import numpy as np
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
 from mainstem.cli.parser import Parser, add_flag
-from mainstem.core.config import DType, EngineConfig, Quantize
+from mainstem.core.config import EngineConfig
 from mainstem.core.plan import Prompts
 from mainstem.core.request import Scoring
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
-from mainstem_bench.offline import WARM_SEED, WARM_SEQS, warm_up
+from mainstem_bench.offline import WARM_SEED, WARM_SEQS, exact, warm_up
 from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
@@ -137,12 +137,11 @@ def _speed(job: ScoreJob, run: JobRun) -> dict[str, object]:
 
 def check_scores(job: ScoreJob, config: EngineConfig) -> None:
     """Raise AssertionError unless choices over a shared context have the same logprobs as choices
-    that are scored alone. Done in fp32."""
+    that are scored alone."""
     few = replace(job, num_contexts=min(CHECKED_CONTEXTS, job.num_contexts))
-    exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
     shape = SHAPES[config.model.model]
     prompts = few.prompts(shape.vocab_size)
-    engine = build_random_engine(shape, exact)
+    engine = build_random_engine(shape, exact(config))
     shared = score(engine, few, prompts).logprobs
     for index, row in enumerate(prompts):
         engine.clear_cache()

@@ -31,10 +31,7 @@ from mainstem_bench.feed import greedy
 from mainstem_bench.limit import ModelCost
 from mainstem_bench.report import show_all
 from mainstem_bench.shapes import SHAPES
-from mainstem_bench.virtual_engine import VirtualEngine
-
-PAGE_SIZE = 16
-ELEMENT_BYTES = 2  # bf16
+from mainstem_bench.virtual_engine import ELEMENT_BYTES, VirtualEngine
 
 
 @dataclass(slots=True)

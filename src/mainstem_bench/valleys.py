@@ -28,22 +28,17 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
-from mainstem.core.step import Int32s, StepResult
-from mainstem.kv.store import KVStore
-from mainstem.plan.cost import H200, worth_sharing
+from mainstem.plan.cost import H200
 from mainstem.plan.planner import PlanConfig
-from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import Feed, Order
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.report import line
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.step_trace import StepTrace
-from mainstem_bench.virtual_engine import virtual_s
+from mainstem_bench.virtual_engine import ELEMENT_BYTES, some_result, virtual_s, virtual_scheduler
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 from mainstem_simulate.plots import new_figure, require_matplotlib, save_figure
 
-PAGE_SIZE = 16
-ELEMENT_BYTES = 2  # bf16
 WAYS = {  # how prompts are planned; None: not planned
     "capped": None,
     "as given": None,
@@ -131,15 +126,8 @@ def run(
     """Run the whole job in virtual time."""
     bus = EventBus()
     counters = Counters().attach(bus)
-    store = KVStore(job.kv_tokens // PAGE_SIZE, PAGE_SIZE, b"valleys", bus)
-    scheduler = Scheduler(
-        config,
-        store,
-        SHAPES[job.model_shape].vocab_size,
-        job.kv_tokens,
-        bus,
-        worth_sharing=partial(worth_sharing, H200, model.heads),
-    )
+    vocab_size = SHAPES[job.model_shape].vocab_size
+    scheduler = virtual_scheduler(config, model, vocab_size, job.kv_tokens, bus)
     lengths, plan = np.array(outputs), WAYS[way]
     order = Order.as_given(prompts) if plan is None else Order.planned(prompts, lengths, plan)
     feed = Feed(scheduler, prompts, order, lengths)
@@ -151,8 +139,7 @@ def run(
         assert step is not None, "nothing can run, with nothing in flight"
         now_s += virtual_s(model, step)
         trace.add(now_s, step.num_tokens, step.num_decodes)
-        tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
-        scheduler.commit(step, StepResult(tokens, {}, ()))
+        scheduler.commit(step, some_result(step))
         scheduler.take_outputs()
     scheduler.check()
     return JobTrace(way, trace, counters.saving_ratio, counters.preemptions)

@@ -1,4 +1,4 @@
-"""The scheduler in virtual time: a step takes what the cost model of an H200 says."""
+"""A scheduler without a device, for benches: steps take the time of the cost model of an H200."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Output, Request
-from mainstem.core.step import Int32s, Step, StepResult
+from mainstem.core.step import Step, StepResult
 from mainstem.kv.store import KVStore
 from mainstem.plan.cost import H200, worth_sharing
 from mainstem.sched.scheduler import Scheduler
@@ -16,6 +16,21 @@ from mainstem_bench.floors import span_floor_s
 from mainstem_bench.limit import ModelCost
 
 PAGE_SIZE = 16
+ELEMENT_BYTES = 2  # bf16
+
+
+def virtual_scheduler(
+    config: SchedConfig, model: ModelCost, vocab_size: int, kv_tokens: int, bus: EventBus
+) -> Scheduler:
+    """Make a scheduler with pages for `kv_tokens`."""
+    store = KVStore(kv_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus)
+    share = partial(worth_sharing, H200, model.heads)
+    return Scheduler(config, store, vocab_size, kv_tokens, bus, worth_sharing=share)
+
+
+def some_result(step: Step) -> StepResult:
+    """A token for each row of a step that samples one."""
+    return StepResult(np.full(len(step.sample_rows), 7, np.int32), {}, ())
 
 
 def virtual_s(model: ModelCost, step: Step) -> float:
@@ -47,9 +62,7 @@ class VirtualEngine:
         self.counters = Counters().attach(bus)
         self.now_s = 0.0
         self._model = model
-        store = KVStore(kv_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus)
-        share = partial(worth_sharing, H200, model.heads)
-        self.scheduler = Scheduler(config, store, vocab_size, kv_tokens, bus, worth_sharing=share)
+        self.scheduler = virtual_scheduler(config, model, vocab_size, kv_tokens, bus)
         self._in_flight: tuple[Step, float, float] | None = None  # its seconds, and its end
         self._free_s = 0.0  # when the device has done all steps
 
@@ -77,5 +90,4 @@ class VirtualEngine:
 
     def _take_in(self, step: Step, device_s: float, end_s: float) -> None:
         self.now_s = max(self.now_s, end_s)
-        tokens: Int32s = np.full(len(step.sample_rows), 7, np.int32)
-        self.scheduler.commit(step, StepResult(tokens, {}, ()), device_s)
+        self.scheduler.commit(step, some_result(step), device_s)

@@ -110,18 +110,7 @@ class Replay:
 
 def most_sessions(requests: Sequence[TraceRequest], ttl_s: float) -> int:
     """Return DSpUT: the maximum number of distinct sessions within any period of `ttl_s`."""
-    active: Counter[int] = Counter()
-    most = first = 0
-    for request in requests:
-        active[request.session] += 1
-        while requests[first].arrival_s <= request.arrival_s - ttl_s:
-            left = requests[first].session
-            active[left] -= 1
-            if not active[left]:
-                del active[left]
-            first += 1
-        most = max(most, len(active))
-    return most
+    return _most_held(requests, ttl_s, lambda _: 1)
 
 
 def most_tokens(requests: Sequence[TraceRequest], ttl_s: float) -> int:
@@ -131,17 +120,24 @@ def most_tokens(requests: Sequence[TraceRequest], ttl_s: float) -> int:
     for request in requests:
         tokens = request.input_tokens + request.output_tokens
         longest[request.session] = max(longest.get(request.session, 0), tokens)
+    return _most_held(requests, ttl_s, longest.__getitem__)
+
+
+def _most_held(
+    requests: Sequence[TraceRequest], ttl_s: float, size_of: Callable[[int], int]
+) -> int:
+    """Return the maximum of the sizes of the sessions of any period, taken together."""
     active: Counter[int] = Counter()
     held = most = first = 0
     for request in requests:
         if not active[request.session]:
-            held += longest[request.session]
+            held += size_of(request.session)
         active[request.session] += 1
         while requests[first].arrival_s <= request.arrival_s - ttl_s:
             left = requests[first].session
             active[left] -= 1
             if not active[left]:
-                held -= longest[left]
+                held -= size_of(left)
             first += 1
         most = max(most, held)
     return most

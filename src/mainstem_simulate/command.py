@@ -28,7 +28,7 @@ from mainstem.kv.eviction import POLICIES
 from mainstem.kv.policy import HEADROOM
 from mainstem_simulate import replicas_command, trace_flags
 from mainstem_simulate.plots import plot_reports, require_matplotlib
-from mainstem_simulate.printed import as_table, json_line
+from mainstem_simulate.printed import print_reports
 from mainstem_simulate.service import Prices, ServiceRates
 from mainstem_simulate.simulator import Queue, SimulationConfig, simulate
 from mainstem_simulate.traces import read_trace
@@ -97,14 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"--warmup {args.warmup} leaves no request to count: there are {len(trace.requests)}"
         )
-    reports = []
-    for config in configs(args, trace_flags.kv_bytes_per_token(args)):
-        report = simulate(trace, config)
-        reports.append(report)
-        if args.json:
-            print(json_line(report, trace), flush=True)
-    if not args.json:
-        print(as_table(reports, COLUMNS))
+    found = (simulate(trace, each) for each in configs(args, trace_flags.kv_bytes_per_token(args)))
+    reports = print_reports(found, trace, COLUMNS, args.json)
     if args.plot is not None:
         plot_reports(reports, args.plot)
     return 0

@@ -93,30 +93,29 @@ class _SizeRange:
         return power if power <= self._most else self._least
 
 
-def _hash_ids(lines: Lines, row: Row, input_tokens: int, fit: _PageFit) -> list[int]:
-    ids = row.get("hash_ids")
+def _hashed_request(lines: Lines, row: Row, page_tokens: int, fit: _PageFit) -> TraceRequest:
+    """The request of a row, without a session and with its time as it stands there."""
+    input_tokens, ids = lines.whole(row, "input_length"), row.get("hash_ids")
     if not isinstance(ids, list) or not all(type(item) is int for item in ids):
         raise lines.error("hash_ids must be a list of whole numbers")
     fit.check("hash_ids", len(ids), input_tokens)
-    return ids
+    keys = ids[: input_tokens // page_tokens]  # a partial page is not reused
+    return TraceRequest(
+        arrival_s=lines.time(row, "timestamp"),
+        input_tokens=input_tokens,
+        output_tokens=lines.whole(row, "output_length"),
+        keys=keys,
+        kept=keys,
+        session=0,
+    )
 
 
 def read_mooncake(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
     found: list[TraceRequest] = []
     fit = _PageFit(lines, page_tokens)
     for row in lines.rows():
-        input_tokens = lines.whole(row, "input_length")
-        keys = _hash_ids(lines, row, input_tokens, fit)[: input_tokens // page_tokens]
-        found.append(
-            TraceRequest(
-                arrival_s=lines.time(row, "timestamp") / 1000,
-                input_tokens=input_tokens,
-                output_tokens=lines.whole(row, "output_length"),
-                keys=keys,  # a partial page is not reused
-                kept=keys,
-                session=0,
-            )
-        )
+        request = _hashed_request(lines, row, page_tokens, fit)
+        found.append(replace(request, arrival_s=request.arrival_s / 1000))
     fit.finish()
     return _with_sessions(in_order(fitting(found, options), options))
 
@@ -126,23 +125,13 @@ def read_qwen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Trac
     session_of: dict[object, int] = {}
     fit = _PageFit(lines, page_tokens)
     for row in lines.rows():
-        input_tokens = lines.whole(row, "input_length")
-        keys = _hash_ids(lines, row, input_tokens, fit)[: input_tokens // page_tokens]
+        request = _hashed_request(lines, row, page_tokens, fit)
         if not isinstance(row.get("chat_id"), int | str):
             raise lines.error(f"chat_id must name the chat, got {row.get('chat_id')!r}")
         parent = row.get("parent_chat_id")
         session = session_of.get(parent, len(session_of))
         session_of[row.get("chat_id")] = session
-        found.append(
-            TraceRequest(
-                arrival_s=lines.time(row, "timestamp"),
-                input_tokens=input_tokens,
-                output_tokens=lines.whole(row, "output_length"),
-                keys=keys,
-                kept=keys,
-                session=session,
-            )
-        )
+        found.append(replace(request, session=session))
     fit.finish()
     return in_order(fitting(found, options), options)
 

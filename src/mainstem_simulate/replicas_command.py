@@ -26,7 +26,7 @@ from mainstem_simulate import trace_flags
 from mainstem_simulate.device_pages import PagedTrace
 from mainstem_simulate.fleet_plots import plot_fleets
 from mainstem_simulate.plots import require_matplotlib
-from mainstem_simulate.printed import as_table, json_line
+from mainstem_simulate.printed import print_reports
 from mainstem_simulate.replicas import FleetConfig, FleetReport, find_reference, simulate_fleet
 from mainstem_simulate.service import ServiceRates
 from mainstem_simulate.traces import read_trace
@@ -96,13 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs = list(_configs(args, trace_flags.kv_bytes_per_token(args)))
     trace = read_trace(args.trace, trace_flags.read_options(args))
     trace_flags.warn_if_nothing_is_shared(trace)
-    reports = []
-    for report in _reports(PagedTrace.of(trace), configs, args):
-        reports.append(report)
-        if args.json:
-            print(json_line(report, trace), flush=True)
-    if not args.json:
-        print(as_table(reports, COLUMNS))
+    found = _reports(PagedTrace.of(trace), configs, args)
+    reports = print_reports(found, trace, COLUMNS, args.json)
     if args.plot is not None:
         plot_fleets(reports, args.plot)
     return 0

@@ -1,6 +1,6 @@
 """Reads traces of conversations: lengths of turns, and for ChitChat also their times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mainstem_simulate.arrivals import ArrivalProcess
 from mainstem_simulate.trace_records import (
@@ -85,10 +85,7 @@ def read_sessions(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
     """Read lengths of turns. Arrivals are drawn: Poisson session starts and real think times."""
     process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
     chains = _Chains(page_tokens, options)
-    for row in lines.rows():
-        turns = row.get("turns")
-        if not isinstance(turns, list) or not all(_are_counts(turn, 2) for turn in turns):
-            raise lines.error("turns must be a list of [user tokens, answer tokens]")
+    for turns in _rows_of_turns(lines, ("user tokens", "answer tokens")):
 
         def timing(index: int, turns: list[list[int]] = turns) -> tuple[float, float]:
             return process.answer_s(turns[index - 1][1]), process.think_s()
@@ -105,10 +102,7 @@ def read_chitchat(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
     """
     process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
     chains = _Chains(page_tokens, options)
-    for row in lines.rows():
-        turns = row.get("turns")
-        if not isinstance(turns, list) or not all(_are_counts(turn, 3) for turn in turns):
-            raise lines.error("turns must be a list of [first message s, last message s, tokens]")
+    for turns in _rows_of_turns(lines, ("first message s", "last message s", "tokens")):
         pairs: Pairs = list(zip(turns[::2], turns[1::2], strict=False))
 
         def timing(index: int, pairs: Pairs = pairs) -> tuple[float, float]:
@@ -118,6 +112,15 @@ def read_chitchat(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
         counts = [(user[2], answer[2]) for user, answer in pairs]
         chains.add(process.next_start(), counts, timing)
     return sorted_sessions(chains.requests)
+
+
+def _rows_of_turns(lines: Lines, counts: Sequence[str]) -> Iterator[list[list[int]]]:
+    """The turns of each line, with these numbers."""
+    for row in lines.rows():
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not all(_are_counts(each, len(counts)) for each in turns):
+            raise lines.error(f"turns must be a list of [{', '.join(counts)}]")
+        yield turns
 
 
 def _are_counts(turn: object, num_counts: int) -> bool:

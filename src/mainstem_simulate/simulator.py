@@ -346,11 +346,7 @@ class _Simulation:
             ready_s = max(self._link_free_s, start + wait_s) + load_s
             self._link_free_s = ready_s
         if is_counted:
-            report = self._report
-            report.prompt_tokens += request.input_tokens
-            report.prefill_tokens += new_tokens
-            report.prefill_s += rates.prefill_s(new_tokens) + load_s
-            report.loaded_gb += loaded_bytes / GB
+            self._report.prefill_s += rates.prefill_s(new_tokens) + load_s
         self._num_served += 1
         return ready_s, Running(
             ticket, arrived_s, start, request.input_tokens, new_tokens, request.output_tokens,
@@ -386,10 +382,7 @@ class _Simulation:
             report = self._report
             self._ttfts.append(waited_s + first_token_s)
             self._waits_s += waited_s
-            report.prompt_tokens += request.input_tokens
-            report.prefill_tokens += new_tokens
             report.prefill_s += first_token_s
-            report.loaded_gb += loaded_bytes / GB
             report.device_s += self._now - start
         self._num_served += 1
 
@@ -403,8 +396,14 @@ class _Simulation:
         if self._num_served == self._config.warmup:
             self._counted_from_s = self._now
         hit_tokens = self._count_hits(request, here, from_host, from_disk)
+        new_tokens = request.input_tokens - hit_tokens
         loaded_bytes = (from_host + from_disk) * self._page_bytes
-        return request.input_tokens - hit_tokens, loaded_bytes, wait_s
+        if self._num_served >= self._config.warmup:
+            report = self._report
+            report.prompt_tokens += request.input_tokens
+            report.prefill_tokens += new_tokens
+            report.loaded_gb += loaded_bytes / GB
+        return new_tokens, loaded_bytes, wait_s
 
     def _expire(self, now: float) -> None:
         if self._config.ttl_s is not None:

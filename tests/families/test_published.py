@@ -228,14 +228,14 @@ def test_gemma_4_31b_has_heads_of_two_sizes() -> None:
     assert full.has_keys_as_values
     assert full.rope is not None
     assert (full.rope.rotary_dim, full.rope.turned_pairs) == (512, 64)
-    assert (spec.num_full_layers, spec.num_windowed_layers, spec.part_window) == (10, 50, 1024)
+    assert (spec.num_full_layers, len(spec.windowed), spec.part_window) == (10, 50, 1024)
     # a token keeps 11 times as much in windowed layers as in the others
-    assert (spec.full_kv_elements, spec.windowed_kv_elements) == (40_960, 409_600)
+    assert (spec.kv_elements_per_token, spec.windowed_kv_elements) == (450_560, 409_600)
 
 
 def test_gemma_4_e2b_keeps_keys_and_values_of_15_of_35_layers() -> None:
     spec = read("google/gemma-4-E2B-it")
-    assert (spec.num_full_layers, spec.num_windowed_layers) == (3, 12)
+    assert (spec.num_full_layers, len(spec.windowed)) == (3, 12)
     assert {layer.kv_layer for layer in spec.layers} == {None, 13, 14}
     assert spec.layer_inputs is not None
     assert spec.num_weights / 1e9 == pytest.approx(4.63, abs=0.01)

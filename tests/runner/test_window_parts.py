@@ -81,8 +81,8 @@ def test_layers_of_one_kind_are_in_one_part() -> None:
     small, large = KvShape(1, 64), KvShape(1, 128)
     found = [(part.shape, part.is_windowed, part.layers) for part in page_parts(spec)]
     assert found == [(large, False, (1,)), (small, True, (0,))]
-    assert (spec.num_full_layers, spec.num_windowed_layers) == (1, 1)
-    assert (spec.full_kv_elements, spec.windowed_kv_elements) == (256, 128)
+    assert (spec.num_full_layers, len(spec.windowed)) == (1, 1)
+    assert (spec.kv_elements_per_token, spec.windowed_kv_elements) == (384, 128)
     never_exceeded = [(part.shape, part.is_windowed) for part in page_parts(spec.at_context(14))]
     assert never_exceeded == [(small, False), (large, False)]
     assert layout_of(RECIPES["GraniteForCausalLM"]) == b""

@@ -60,6 +60,15 @@ class ModelRecord:
     state: ModelState
     origin: str  # "embedded" or "hub"
 
+    def to_json(self) -> dict[str, str | int | None]:
+        return {
+            "name": self.name,
+            "path": str(self.path) if self.path else None,
+            "bytes": self.num_bytes,
+            "state": self.state.value,
+            "origin": self.origin,
+        }
+
 
 def resolve_model(
     name: str,

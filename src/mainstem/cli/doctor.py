@@ -263,16 +263,7 @@ def _triton_words(libraries: Section) -> str:
 
 def _cache(models: list[ModelRecord], free_bytes: int) -> Section:
     """The cache folder, its free space, and all cached models, those of the hub included."""
-    entries = [
-        {
-            "name": record.name,
-            "path": str(record.path) if record.path else None,
-            "bytes": record.num_bytes,
-            "state": record.state.value,
-            "origin": record.origin,
-        }
-        for record in models
-    ]
+    entries = [record.to_json() for record in models]
     return {"path": str(cache_dir()), "free_bytes": free_bytes, "models": entries}
 
 

@@ -60,14 +60,7 @@ def main(argv: list[str]) -> int:
     records = list_models()
     if args.json:
         for record in records:
-            entry = {
-                "name": record.name,
-                "path": str(record.path) if record.path else None,
-                "bytes": record.num_bytes,
-                "state": record.state.value,
-                "origin": record.origin,
-            }
-            print(json.dumps(entry))
+            print(json.dumps(record.to_json()))
         return 0
     rows = [
         [r.name, r.state.value, gigabytes(r.num_bytes), r.origin, str(r.path or "")]

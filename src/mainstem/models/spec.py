@@ -378,24 +378,14 @@ class ModelSpec:
         return self.quantized is not None and self.quantized.has_fp8_kv
 
     @property
-    def num_windowed_layers(self) -> int:
-        """Layers in the windowed part of a page."""
-        return len(self.windowed)
-
-    @property
     def num_full_layers(self) -> int:
-        """Layers in the other part."""
+        """Layers in the full part of a page."""
         return len(self.kept) - len(self.windowed)
 
     @property
     def windowed_kv_elements(self) -> int:
         """Numbers of K and V that one token keeps in the windowed parts of pages."""
         return sum(self.kv_shape(attention).elements for attention in self.windowed)
-
-    @property
-    def full_kv_elements(self) -> int:
-        """Numbers of K and V that one token keeps in the other parts."""
-        return self.kv_elements_per_token - self.windowed_kv_elements
 
     def kv_shape(self, attention: AttentionSpec) -> KvShape:
         """K and V of a layer with this attention."""

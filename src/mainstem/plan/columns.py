@@ -85,10 +85,9 @@ def choose_order(columns: Sequence[Column]) -> ColumnOrder:
     return _measured(search, search.best_order())
 
 
-def given_order(columns: Sequence[Column], order: Sequence[int] | None = None) -> ColumnOrder:
-    """The tokens that rows compute with the columns in this order; None: as they are given."""
-    search = _Search(columns)
-    return _measured(search, range(len(columns)) if order is None else order)
+def given_order(columns: Sequence[Column]) -> ColumnOrder:
+    """The tokens that rows compute with the columns as they are given."""
+    return _measured(_Search(columns), range(len(columns)))
 
 
 def order_rows(columns: Sequence[Column]) -> RowOrders:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from threading import Lock
 from time import monotonic
@@ -198,10 +199,10 @@ class ServerMetrics(Collector):
         self.counters.attach(within)
         within.subscribe(events.SequenceAdmitted, self._admitted)
         within.subscribe(events.SequenceFinished, self._finished)
-        within.subscribe(events.PagesEvicted, self._evicted)
+        within.subscribe(events.PagesEvicted, partial(self._count_pages, "evicted"))
         within.subscribe(events.PagesLoaded, self._loaded)
-        within.subscribe(events.SavesSkipped, self._unsaved)
-        within.subscribe(events.PagesLost, self._lost)
+        within.subscribe(events.SavesSkipped, partial(self._count_pages, "unsaved"))
+        within.subscribe(events.PagesLost, partial(self._count_pages, "lost"))
         within.subscribe(events.StoreOpened, self._opened)
         within.subscribe(events.StepFinished, self._stepped)
 
@@ -317,17 +318,13 @@ class ServerMetrics(Collector):
         self._labelled["vllm:request_success"][event.reason.value,] += 1
         self._histograms["vllm:request_generation_tokens"].observe(event.output_tokens)
 
-    def _evicted(self, event: events.PagesEvicted) -> None:
-        self._labelled["mainstem:evicted_pages"][event.reason, event.tier] += event.num_pages
+    def _count_pages(
+        self, fate: str, event: events.PagesEvicted | events.SavesSkipped | events.PagesLost
+    ) -> None:
+        self._labelled[f"mainstem:{fate}_pages"][event.reason, event.tier] += event.num_pages
 
     def _loaded(self, event: events.PagesLoaded) -> None:
         self._labelled["mainstem:load_seconds"][event.tier,] += event.seconds
-
-    def _unsaved(self, event: events.SavesSkipped) -> None:
-        self._labelled["mainstem:unsaved_pages"][event.reason, event.tier] += event.num_pages
-
-    def _lost(self, event: events.PagesLost) -> None:
-        self._labelled["mainstem:lost_pages"][event.reason, event.tier] += event.num_pages
 
     def _opened(self, event: events.StoreOpened) -> None:
         for reason, count in event.lost.items():

@@ -1,5 +1,6 @@
 """AttentionStore (KV kept between the turns of conversations): its figures and tables."""
 
+from dataclasses import replace
 from functools import partial
 
 from mainstem_bench.paper import quality
@@ -49,6 +50,55 @@ def _compared(number: int, title: str, claim: str, compared: drawn.Compared) -> 
     )
 
 
+TABLE_1 = Item(
+    name="store-tab1",
+    title="AttentionStore Table 1: perplexity after the window overflowed",
+    claim="perplexity with moved KV is within 0.02 of computing again (5.48 and 5.47 for "
+    "LLaMA-7B on WikiText-2); KV with wrong positions gives more than 1,000",
+    differs=SMALL + "3,072 tokens of WikiText-2; also measured: a cut that "
+    "keeps the pages with the most attention, and how often the likeliest token is the same as "
+    "with the whole text",
+    where=Where.CPU,
+    full_s=420,
+    quick_s=15,
+    run=partial(quality.run_perplexity, quality.SMOLLM2),
+    verdict=quality.judge_perplexity,
+    point="SmolLM2-135M, window of 512, 3,072 tokens of WikiText-2",
+    num_lines=5,
+    plot=quality.plot_perplexity,
+)
+TABLE_2 = Item(
+    name="store-tab2",
+    title="AttentionStore Table 2: accuracy after the window overflowed",
+    claim="moved KV answers as well as computing again (MMLU 43.7 and 43.4 %, LongEval 66.0 "
+    "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B); KV with wrong positions is far worse",
+    differs=SMALL + "on MMLU and LongEval this small model only guesses, so it is asked "
+    "about 24 paragraphs of XQuAD instead. Other text, before or after the paragraph, fills "
+    "the window",
+    where=Where.CPU,
+    full_s=1200,
+    quick_s=20,
+    run=partial(quality.run_questions, quality.SMOLLM2),
+    verdict=quality.judge_questions,
+    point="SmolLM2-135M, 95 questions about paragraphs of XQuAD",
+    num_lines=8,
+    plot=quality.plot_questions,
+)
+LONG_DOCUMENTS = Item(
+    name="store-fig25",
+    title="AttentionStore Fig. 25: first token and prefill throughput with long documents",
+    claim="95 % less time to the first token and 22 times the throughput at 28K tokens "
+    "(Mistral-7B, batch 1)",
+    differs=ON_H200 + "medians of 4 tasks after the first",
+    full_s=30,
+    quick_s=2,
+    run=engine.run_documents,
+    verdict=pictures.judge_ttft,
+    point="Mistral-7B's layers, one sequence, a document of 28,000 tokens",
+    is_papers_point=True,
+    num_lines=8,
+    plot=pictures.plot_ttft,
+)
 ITEMS: tuple[Item, ...] = (
     Item(
         name="store-fig1",
@@ -247,101 +297,34 @@ ITEMS: tuple[Item, ...] = (
         is_simulated=True,
         plot=drawn.plot_media,
     ),
-    Item(
-        name="store-fig25",
-        title="AttentionStore Fig. 25: first token and prefill throughput with long documents",
-        claim="95 % less time to the first token and 22 times the throughput at 28K tokens "
-        "(Mistral-7B, batch 1)",
-        differs=ON_H200 + "medians of 4 tasks after the first",
-        full_s=30,
-        quick_s=2,
-        run=engine.run_documents,
-        verdict=pictures.judge_ttft,
-        point="Mistral-7B's layers, one sequence, a document of 28,000 tokens",
-        is_papers_point=True,
-        num_lines=8,
-        plot=pictures.plot_ttft,
-    ),
-    Item(
+    LONG_DOCUMENTS,
+    replace(
+        LONG_DOCUMENTS,
         name="store-fig26",
         title="AttentionStore Fig. 26: time of a task, and answer throughput with long documents",
         claim="prefill falls from 41 % of a task to 1.2 %; up to 67 % more answer tokens a second",
-        differs=ON_H200 + "medians of 4 tasks after the first",
-        full_s=30,
-        quick_s=2,
-        run=engine.run_documents,
         verdict=pictures.judge_tasks,
-        point="Mistral-7B's layers, one sequence, a document of 28,000 tokens",
-        is_papers_point=True,
-        num_lines=8,
         plot=pictures.plot_tasks,
     ),
-    Item(
-        name="store-tab1",
-        title="AttentionStore Table 1: perplexity after the window overflowed",
-        claim="perplexity with moved KV is within 0.02 of computing again (5.48 and 5.47 for "
-        "LLaMA-7B on WikiText-2); KV with wrong positions gives more than 1,000",
-        differs=SMALL + "3,072 tokens of WikiText-2; also measured: a cut that "
+    TABLE_1,
+    quality.on_qwen(
+        TABLE_1,
+        quality.run_perplexity,
+        title=f"{TABLE_1.title}, Qwen2.5-Coder-1.5B",
+        differs="16,384 tokens of WikiText-2 and a window of 2,048; also measured: a cut that "
         "keeps the pages with the most attention, and how often the likeliest token is the same as "
         "with the whole text",
-        where=Where.CPU,
-        full_s=420,
-        quick_s=15,
-        run=partial(quality.run_perplexity, quality.SMOLLM2),
-        verdict=quality.judge_perplexity,
-        point="SmolLM2-135M, window of 512, 3,072 tokens of WikiText-2",
-        num_lines=5,
-        plot=quality.plot_perplexity,
-    ),
-    Item(
-        name="store-tab1-1.5b",
-        title="AttentionStore Table 1: perplexity after the window overflowed, Qwen2.5-Coder-1.5B",
-        claim="perplexity with moved KV is within 0.02 of computing again (5.48 and 5.47 for "
-        "LLaMA-7B on WikiText-2); KV with wrong positions gives more than 1,000",
-        differs=quality.ABOUT_QWEN + "16,384 tokens of WikiText-2 and a window of "
-        "2,048; also measured: a cut that keeps the pages with the most attention, and how often "
-        "the likeliest token is the same as with the whole text",
         full_s=25,
-        quick_s=15,
-        run=partial(quality.run_perplexity, quality.QWEN),
-        verdict=quality.judge_perplexity,
-        point="Qwen2.5-Coder-1.5B, window of 2,048, 16,384 tokens of WikiText-2",
-        num_lines=5,
-        plot=quality.plot_perplexity,
-        model=quality.QWEN.name,
+        point="window of 2,048, 16,384 tokens of WikiText-2",
     ),
-    Item(
-        name="store-tab2",
-        title="AttentionStore Table 2: accuracy after the window overflowed",
-        claim="moved KV answers as well as computing again (MMLU 43.7 and 43.4 %, LongEval 66.0 "
-        "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B); KV with wrong positions is far worse",
-        differs=SMALL + "on MMLU and LongEval this small model only guesses, so it is asked "
-        "about 24 paragraphs of XQuAD instead. Other text, before or after the paragraph, fills "
-        "the window",
-        where=Where.CPU,
-        full_s=1200,
-        quick_s=20,
-        run=partial(quality.run_questions, quality.SMOLLM2),
-        verdict=quality.judge_questions,
-        point="SmolLM2-135M, 95 questions about paragraphs of XQuAD",
-        num_lines=8,
-        plot=quality.plot_questions,
-    ),
-    Item(
-        name="store-tab2-1.5b",
-        title="AttentionStore Table 2: accuracy after the window overflowed, Qwen2.5-Coder-1.5B",
-        claim="moved KV answers as well as computing again (MMLU 43.7 and 43.4 %, LongEval 66.0 "
-        "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B); KV with wrong positions is far worse",
-        differs=quality.ABOUT_QWEN + "questions about 24 paragraphs of XQuAD instead of MMLU, "
-        "LongEval and PIQA, as for the smaller model. Other text, before or after the paragraph, "
-        "fills the window of 1,024",
+    TABLE_2,
+    quality.on_qwen(
+        TABLE_2,
+        quality.run_questions,
+        title=f"{TABLE_2.title}, Qwen2.5-Coder-1.5B",
+        differs="questions about 24 paragraphs of XQuAD instead of MMLU, LongEval and PIQA, as for "
+        "the smaller model. Other text, before or after the paragraph, fills the window of 1,024",
         full_s=45,
-        quick_s=20,
-        run=partial(quality.run_questions, quality.QWEN),
-        verdict=quality.judge_questions,
-        point="Qwen2.5-Coder-1.5B, 154 questions about paragraphs of XQuAD",
-        num_lines=8,
-        plot=quality.plot_questions,
-        model=quality.QWEN.name,
+        point="154 questions about paragraphs of XQuAD",
     ),
 )

@@ -7,10 +7,10 @@ import numpy as np
 
 from mainstem.core.config import Share
 from mainstem_bench.paper import style
-from mainstem_bench.paper.batchllm_plans import industry
+from mainstem_bench.paper.batchllm_plans import industry_rows
 from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Number, Settings, Verdict
-from mainstem_bench.paper.jobs import VOCAB, Job, limit_per_s, run
+from mainstem_bench.paper.jobs import Job, limit_per_s, run
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival, rival_job
 from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
@@ -116,9 +116,7 @@ def plot_mixes(lines: Sequence[Line], figure: Figure) -> None:
         limits = [
             one(found, prefix=p, own=o, degree=d)["limit_requests_per_s"] for p, o, d in mixes
         ]
-        for at, limit in enumerate(limits):
-            label = "limit of the card" if at == 0 else None
-            axes.plot([at - 0.45, at + 0.45], [limit] * 2, label=label, **style.LIMIT)
+        style.caps(axes, limits, "limit of the card")
         axes.tick_params(axis="x", labelsize=7)
         about = "prefix, own tokens, degree"
         style.finish(axes, size.shape, about, "requests/s", legend=size is LLAMA_8B)
@@ -186,13 +184,10 @@ def plot_grid(lines: Sequence[Line], figure: Figure) -> None:
     for axes, prefix in zip(panels, (2000, 8000, 16000), strict=True):
         found = only(lines, prefix=prefix, way="planned")
         degrees = [line["degree"] for line in found]
-        y = [line["requests_per_s"] for line in found]
-        axes.plot(degrees, y, label="planned", **style.OURS)
-        limits = [line["limit_requests_per_s"] for line in found]
-        axes.plot(degrees, limits, label="limit", **style.LIMIT)
+        style.curve(axes, found, "degree", "requests_per_s", "planned", style.OURS)
+        style.curve(axes, found, "degree", "limit_requests_per_s", "limit", style.LIMIT)
         if lru := only(lines, prefix=prefix, way="LRU, as given"):
-            rates = [line["requests_per_s"] for line in lru]
-            axes.plot(degrees, rates, label="LRU, as given", **style.STORED)
+            style.curve(axes, lru, "degree", "requests_per_s", "LRU, as given", style.STORED)
         for name, degree in (("b2000-sd16", 16), ("b16000-sd4", 4)):
             if name.startswith(f"b{prefix}-"):
                 theirs = [rival("offline", name, order) for order in ("default", "sorted")]
@@ -249,10 +244,7 @@ def judge_grid(lines: Sequence[Line]) -> Verdict:
 
 def run_industry(settings: Settings) -> Iterator[Line]:
     """Table 1."""
-    drawn = industry(12 if settings.is_quick else 600).prompts
-    rows = [(drawn[at] % (VOCAB - 10) + 10).tolist() for at in range(len(drawn))]
-    if settings.is_quick:
-        rows = [row[:48] + row[-16:] for row in rows]
+    rows = industry_rows(settings, 12 if settings.is_quick else 600)
     answers = np.full(len(rows), 4 if settings.is_quick else ANSWER)
     job = Job.of(rows, answers)
     for way, (share, is_planned, like) in WAYS.items():

@@ -75,17 +75,14 @@ def plot_cases(lines: Sequence[Line], figure: Figure) -> None:
     for (key, label), colour in zip(RIVALS.items(), ("#777777", "#a5a5a5", "#cfcfcf"), strict=True):
         series[label] = ([line.get(key) for line in once], {"color": colour})
     style.bars(decode, names, series, "{:.0f}")
-    for at, line in enumerate(once):
-        named = {"label": "limit of the card"} if at == 0 else {}
-        decode.plot([at - 0.45, at + 0.45], [line["floor_us"]] * 2, **named, **style.LIMIT)
+    style.caps(decode, [line["floor_us"] for line in once], "limit of the card")
     style.log_y(decode)
     x = "prefix / own tokens / sequences to a prefix"
     style.finish(decode, "256 decodes, 32 heads over 8, one layer, H200", x, "us")
     both = _mixed(lines)
     style.bars(mixed, [_name(line) for line in both],
                {"here": ([line["us"] for line in both], style.OURS)}, "{:.0f}")  # fmt: skip
-    for at, line in enumerate(both):
-        mixed.plot([at - 0.45, at + 0.45], [line["floor_us"]] * 2, **style.LIMIT)
+    style.caps(mixed, [line["floor_us"] for line in both])
     style.finish(mixed, "with 7 prompt chunks of 512", "the same", "us")
     for axes in (decode, mixed):
         axes.tick_params(axis="x", labelsize=7)

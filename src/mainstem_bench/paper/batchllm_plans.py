@@ -11,7 +11,7 @@ from mainstem.core.plan import Int64s, Prompts
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import build_tree
 from mainstem.plan.saving import LruCache, compare
-from mainstem_bench.paper import style
+from mainstem_bench.paper import jobs, style
 from mainstem_bench.paper.item import Line, Number, Outcome, Settings, Verdict
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import agreed
@@ -59,6 +59,13 @@ def industry(num_prompts: int, seed: int = 0) -> Industry:
         np.array([rows[at][1] for at in order]),
         np.array([rows[at][2] for at in order]),
     )
+
+
+def industry_rows(settings: Settings, count: int) -> list[list[int]]:
+    """Prompts of the mix for every shape's vocabulary; short ones for a quick run."""
+    drawn = industry(count).prompts
+    rows = [(drawn[at] % (jobs.VOCAB - 10) + 10).tolist() for at in range(count)]
+    return [row[:48] + row[-16:] for row in rows] if settings.is_quick else rows
 
 
 def run_lengths(settings: Settings) -> Iterator[Line]:
@@ -133,15 +140,9 @@ def plot_saving(lines: Sequence[Line], figure: Figure) -> None:
     prefixes = sorted({line["prefix"] for line in lines})
     for axes, degree in zip(figure.subplots(1, 2, sharey=True), (4, 16), strict=True):
         found = only(lines, degree=degree)
-        axes.plot(
-            prefixes, [100 * line["planned"] for line in found], label="planned", **style.OURS
-        )
-        axes.plot(
-            prefixes, [100 * line["lru"] for line in found], label="LRU, shuffled", **style.STORED
-        )
-        axes.plot(
-            prefixes, [100 * line["upper_bound"] for line in found], label="limit", **style.LIMIT
-        )
+        style.curve(axes, found, "prefix", "planned", "planned", style.OURS, 100)
+        style.curve(axes, found, "prefix", "lru", "LRU, shuffled", style.STORED, 100)
+        style.curve(axes, found, "prefix", "upper_bound", "limit", style.LIMIT, 100)
         if degree == 16:
             axes.plot([2000, 16000], [85.2, 92.6], label="BatchLLM (paper)", **style.PAPER)
             axes.plot([2000, 16000], [40.1, 6.3], label="vLLM 0.6.4 (paper)", **style.RIVAL)

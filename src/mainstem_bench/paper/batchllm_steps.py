@@ -13,10 +13,10 @@ from mainstem.core.config import Share
 from mainstem.plan.planner import PlanConfig
 from mainstem_bench.feed import run_job
 from mainstem_bench.paper import style
-from mainstem_bench.paper.batchllm_plans import industry
+from mainstem_bench.paper.batchllm_plans import industry_rows
 from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Number, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import VOCAB, Job, engine_of
+from mainstem_bench.paper.jobs import Job, engine_of
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import LEAST_RUNS, gain_of, weighed
@@ -38,12 +38,10 @@ def a_job(settings: Settings) -> Job:
     """Make prompts of the industry mix. Answers are as long as ShareGPT's first answers, up to 256
     tokens."""
     count = 24 if settings.is_quick else 3000
-    drawn = industry(count).prompts
-    rows = [(drawn[at] % (VOCAB - 10) + 10).tolist() for at in range(count)]
     answers = sharegpt_requests(count, MOST_ANSWER).answers
     if settings.is_quick:
-        rows, answers = [row[:48] + row[-16:] for row in rows], np.minimum(answers, 12)
-    return Job.of(rows, answers)
+        answers = np.minimum(answers, 12)
+    return Job.of(industry_rows(settings, count), answers)
 
 
 def measure(settings: Settings) -> Iterator[Line]:

@@ -17,9 +17,10 @@ When a claim counts as reproduced:
                  the interval is wider, or wrong positions were not measured
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.core.config import (
@@ -37,7 +38,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench import fewshot
 from mainstem_bench.kept import KeptModel
 from mainstem_bench.paper import style
-from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
+from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
 from mainstem_bench.paper.lengths import SHOTS, shipped
 from mainstem_bench.paper.results import one
 from mainstem_bench.paper.style import Figure
@@ -115,6 +116,29 @@ QUICK = replace(
     SMOLLM2, questions=4, going_on=(4, 8), text_window=64, text_tokens=140, turn_tokens=16
 )
 MODELS = {model.label: model for model in (SMOLLM2, QWEN)}
+
+
+def on_qwen(
+    item: Item,
+    run: Callable[[RealModel, Settings], Iterator[Line]],
+    *,
+    title: str,
+    differs: str,
+    full_s: float,
+    point: str,
+) -> Item:
+    """An item on SmolLM2, on the larger model and a card."""
+    return replace(
+        item,
+        name=f"{item.name}-1.5b",
+        title=title,
+        differs=ABOUT_QWEN + differs,
+        where=Where.GPU,
+        full_s=full_s,
+        run=partial(run, QWEN),
+        point=f"{QWEN.label}, {point}",
+        model=QWEN.name,
+    )
 
 
 def a_config(model: RealModel, name: str, window: int | None = None) -> EngineConfig:

@@ -19,6 +19,22 @@ DATA = (
     "(Qwen 2.5, SmolLM2), which need fewer tokens than Llama's"
 )
 
+ANSWERS = Item(
+    name="relay-answers",
+    title="RelayAttention Table 3: few-shot MMLU, accuracy",
+    claim="accuracy is the same in all systems: 37.6, 41.3 and 43.2 % with 1, 3 and 5 examples "
+    "(Llama2-7B)",
+    differs="SmolLM2-135M on a CPU; 100 questions of 12 subjects; the answer is the likeliest "
+    "of the four letters",
+    where=Where.CPU,
+    full_s=410,
+    quick_s=20,
+    run=partial(quality.run_answers, quality.SMOLLM2),
+    verdict=quality.judge_answers,
+    point="SmolLM2-135M, 100 questions of 12 subjects",
+    num_lines=9,
+    plot=quality.plot_answers,
+)
 ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-fig1",
@@ -164,39 +180,17 @@ ITEMS: tuple[Item, ...] = (
         num_lines=9,
         plot=tables.plot_mmlu,
     ),
-    Item(
-        name="relay-answers",
-        title="RelayAttention Table 3: few-shot MMLU, accuracy",
-        claim="accuracy is the same in all systems: 37.6, 41.3 and 43.2 % with 1, 3 and 5 examples "
-        "(Llama2-7B)",
-        differs="SmolLM2-135M on a CPU; 100 questions of 12 subjects; the answer is the likeliest "
-        "of the four letters",
-        where=Where.CPU,
-        full_s=410,
-        quick_s=20,
-        run=partial(quality.run_answers, quality.SMOLLM2),
-        verdict=quality.judge_answers,
-        point="SmolLM2-135M, 100 questions of 12 subjects",
-        num_lines=9,
-        plot=quality.plot_answers,
-    ),
-    Item(
-        name="relay-answers-1.5b",
+    ANSWERS,
+    quality.on_qwen(
+        ANSWERS,
+        quality.run_answers,
         title="RelayAttention Table 3: few-shot MMLU, accuracy of Qwen2.5-Coder-1.5B",
-        claim="accuracy is the same in all systems: 37.6, 41.3 and 43.2 % with 1, 3 and 5 examples "
-        "(Llama2-7B)",
-        differs=quality.ABOUT_QWEN + "300 questions of 12 subjects; the answer is the likeliest of "
-        "the four letters. Sums in 16 bits depend on the batch, so accuracy counts as equal within "
-        "one point, if at least 98 % of questions get the same choice. With one example, prefixes "
-        "are too short for shared reads to pay",
+        differs="300 questions of 12 subjects; the answer is the likeliest of the four letters. "
+        "Sums in 16 bits depend on the batch, so accuracy counts as equal within one point, if at "
+        "least 98 % of questions get the same choice. With one example, prefixes are too short for "
+        "shared reads to pay",
         full_s=50,
-        quick_s=20,
-        run=partial(quality.run_answers, quality.QWEN),
-        verdict=quality.judge_answers,
-        point="Qwen2.5-Coder-1.5B, 300 questions of 12 subjects",
-        num_lines=9,
-        plot=quality.plot_answers,
-        model=quality.QWEN.name,
+        point="300 questions of 12 subjects",
     ),
     Item(
         name="relay-tab4",

@@ -78,11 +78,10 @@ def run_speedup(settings: Settings) -> Iterator[Line]:
 def plot_time(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     systems = [line["system"] for line in lines]
-    each, once = ([line[name] for line in lines] for name in ("storage_us", "reads_us"))
-    axes.plot(systems, each, label="read by every sequence", **style.STORED)
-    axes.plot(systems, once, label="read once", **style.OURS)
+    style.curve(axes, lines, "system", "storage_us", "read by every sequence", style.STORED)
+    style.curve(axes, lines, "system", "reads_us", "read once", style.OURS)
     if "floor_us" in lines[0]:
-        axes.plot(systems, [line["floor_us"] for line in lines], label="limit", **style.LIMIT)
+        style.curve(axes, lines, "system", "floor_us", "limit", style.LIMIT)
     style.log_y(axes)
     style.log2_ticks(axes, systems)
     title = "one layer of Llama-30B's attention, 32 sequences, 128 own tokens"
@@ -105,11 +104,10 @@ def plot_speedup(lines: Sequence[Line], figure: Figure) -> None:
     for axes, context in zip(figure.subplots(1, 2, sharey=True), CONTEXTS, strict=True):
         for look, batch in zip(looks, BATCHES, strict=True):
             found = only(lines, batch=batch, context=context)
-            x = [line["system"] for line in found]
-            y = [line["speedup"] for line in found]
-            axes.plot(x, y, label=f"batch {batch}", **{**look, "linestyle": "-"})
+            solid = {**look, "linestyle": "-"}
+            style.curve(axes, found, "system", "speedup", f"batch {batch}", solid)
             theory = {"color": look["color"], "linestyle": "--", "linewidth": 1}
-            axes.plot(x, [line["theory"] for line in found], **theory)
+            style.curve(axes, found, "system", "theory", None, theory)
         style.log2_ticks(axes, [line["system"] for line in only(lines, batch=4, context=context)])
         title = f"{context} own tokens; dashed: the paper's Eq. 10"
         style.finish(axes, title, "system prompt, tokens", "times as fast as reading it each")

@@ -34,14 +34,21 @@ def _after_system(system: int, users: Int64s, answers: Int64s) -> Job:
     return Job.after_prefixes([system], users.tolist(), answers, [0] * len(users))
 
 
+def sharegpt_job(
+    settings: Settings, system: int, count: int
+) -> tuple[Job, tuple[float, float, float]]:
+    """Requests of ShareGPT's lengths after a system prompt; mean tokens of its parts."""
+    drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
+    users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users
+    lengths = (system, float(users.mean()), float(drawn.answers.mean()))
+    return _after_system(system, users, drawn.answers), lengths
+
+
 def sharegpt_line(settings: Settings, size: Size, system: int, share: Share, count: int) -> Line:
     """Measure one point: `count` requests of ShareGPT's lengths after a system prompt."""
     count = 8 if settings.is_quick else count
-    drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
-    users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users
-    job = _after_system(system, users, drawn.answers)
+    job, lengths = sharegpt_job(settings, system, count)
     found = run(settings, settings.sized(size), job, share, repeats=LEAST_RUNS)
-    lengths = (system, float(users.mean()), float(drawn.answers.mean()))
     return {
         "system": system,
         "paper_name": SYSTEMS[share],
@@ -66,10 +73,9 @@ def plot_sharegpt(lines: Sequence[Line], figure: Figure) -> None:
     systems = sorted({line["system"] for line in lines})
     for share, look in LOOKS.items():
         found = sorted(only(lines, share=share.value), key=lambda line: line["system"])
-        x = [line["system"] for line in found]
-        speeds = [line["tokens_per_s"] / 1e3 for line in found]
-        axes.plot(x, speeds, label=NAMES[share], **look)
+        style.curve(axes, found, "system", "tokens_per_s", NAMES[share], look, 1e-3)
         if share is not Share.NONE:
+            x = [line["system"] for line in found]
             base = [one(lines, share="none", system=s)["requests_per_s"] for s in x]
             ratio = [line["requests_per_s"] / b for line, b in zip(found, base, strict=True)]
             ratios.plot(x, ratio, label=NAMES[share], **look)
@@ -152,16 +158,9 @@ def _plot_lengths(axes: Axes, lines: Sequence[Line]) -> None:
     systems = sorted({line["system"] for line in lines})
     for share, look in LOOKS.items():
         found = sorted(only(lines, share=share.value), key=lambda line: line["system"])
-        x = [line["system"] for line in found]
-        y = [line["requests_per_s"] for line in found]
-        axes.plot(x, y, label=NAMES[share], **look)
-    limits = sorted(only(lines, share="reads"), key=lambda line: line["system"])
-    axes.plot(
-        [line["system"] for line in limits],
-        [line["limit_requests_per_s"] for line in limits],
-        label="limit of the card",
-        **style.LIMIT,
-    )
+        style.curve(axes, found, "system", "requests_per_s", NAMES[share], look)
+    reads = sorted(only(lines, share="reads"), key=lambda line: line["system"])
+    style.curve(axes, reads, "system", "limit_requests_per_s", "limit of the card", style.LIMIT)
     for name, marker in (("default", "x"), ("cascade", "+")):
         points = [rival("offline", f"relay-{system}", name) for system in systems]
         look = {**style.RIVAL, "marker": marker}

@@ -10,9 +10,9 @@ from mainstem.core.metrics import Counters
 from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals, arrival_times
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Number, Outcome, Settings, Sustained, Verdict
-from mainstem_bench.paper.jobs import SYSTEMS, Job, engine_of, limit_per_s
+from mainstem_bench.paper.jobs import SYSTEMS, engine_of, limit_per_s
 from mainstem_bench.paper.lengths import sharegpt_requests
-from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, MOST_ANSWER, NAMES
+from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, MOST_ANSWER, NAMES, sharegpt_job
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rules import can_be_sustained, weighed
 from mainstem_bench.paper.style import Figure
@@ -34,12 +34,10 @@ def run_rates(settings: Settings) -> Iterator[Line]:
     for share, rates in RATES.items():
         for rate in (20,) if settings.is_quick else rates:
             count = 10 if settings.is_quick else round(SEND_S * rate)
-            drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
-            users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users
             system = 64 if settings.is_quick else SYSTEM
-            job = Job.after_prefixes([system], users.tolist(), drawn.answers, [0] * count)
+            job, lengths = sharegpt_job(settings, system, count)
             arrivals = [
-                Arrival(due_s, job.prompts[at], int(drawn.answers[at]))
+                Arrival(due_s, job.prompts[at], int(job.answers[at]))
                 for at, due_s in enumerate(arrival_times(count, rate))
             ]
             with engine_of(settings, size, share) as engine:
@@ -51,7 +49,7 @@ def run_rates(settings: Settings) -> Iterator[Line]:
                 answer.total_s / arrival.output
                 for answer, arrival in zip(answers, arrivals, strict=True)
             ]
-            limit = limit_per_s(size, 1, count, (system, users.mean(), drawn.answers.mean()))
+            limit = limit_per_s(size, 1, count, lengths)
             yield {
                 "system": system,
                 "share": share.value,
@@ -110,8 +108,7 @@ def plot_rates(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     for share, look in LOOKS.items():
         found = only(lines, share=share.value)
-        x, y = [line["rate"] for line in found], [line["norm_ms_mean"] for line in found]
-        axes.plot(x, y, label=NAMES[share], **look)
+        style.curve(axes, found, "rate", "norm_ms_mean", NAMES[share], look)
     axes.axhline(1e3 * LONG_S, label=f"{1e3 * LONG_S:g} ms a token", **style.LIMIT)
     axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)

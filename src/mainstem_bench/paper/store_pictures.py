@@ -21,8 +21,7 @@ def plot_phases(lines: Sequence[Line], figure: Figure) -> None:
     axes = figure.subplots()
     for phase, look in (("prefill", style.OURS), ("decode step", style.STORED)):
         found = only(lines, phase=phase)
-        x, y = [line["tokens"] for line in found], [line["ms"] for line in found]
-        axes.plot(x, y, label=phase, **look)
+        style.curve(axes, found, "tokens", "ms", phase, look)
     style.log_y(axes)
     style.log2_ticks(axes, sorted({line["tokens"] for line in lines}))
     style.finish(axes, "8B, 8 sequences, H200", "prompt tokens of each", "milliseconds")
@@ -45,11 +44,10 @@ def judge_phases(lines: Sequence[Line]) -> Verdict:
 
 def plot_turns(lines: Sequence[Line], figure: Figure) -> None:
     tokens, times = figure.subplots(1, 2)
-    turns = [line["turn"] for line in lines]
-    tokens.plot(turns, [line["history"] for line in lines], label="history", **style.NOTHING)
-    tokens.plot(turns, [line["new"] for line in lines], label="new", **style.OURS)
-    times.plot(turns, [line["all_ms"] for line in lines], label="all tokens", **style.NOTHING)
-    times.plot(turns, [line["new_ms"] for line in lines], label="new tokens only", **style.OURS)
+    style.curve(tokens, lines, "turn", "history", "history", style.NOTHING)
+    style.curve(tokens, lines, "turn", "new", "new", style.OURS)
+    style.curve(times, lines, "turn", "all_ms", "all tokens", style.NOTHING)
+    style.curve(times, lines, "turn", "new_ms", "new tokens only", style.OURS)
     tokens.set_yscale("symlog", linthresh=10)
     times.set_ylim(bottom=0)
     style.finish(tokens, "ShareGPT, means", "turn", "tokens of the prompt")

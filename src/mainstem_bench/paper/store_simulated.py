@@ -17,6 +17,7 @@ from mainstem.plan.cost import DATASHEETS
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import shipped
 from mainstem_simulate.capacity import CapacityQuestion, curve, plan_capacity
+from mainstem_simulate.printed import rounded
 from mainstem_simulate.service import Batching, Prices, ServiceRates
 from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
 from mainstem_simulate.trace_records import Outgrown, ReadOptions, Trace
@@ -102,10 +103,7 @@ def simulated(
 
 
 def _line(report: SimulationReport) -> Line:
-    return {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in asdict(report).items()
-    }
+    return rounded(asdict(report))
 
 
 def run_models(settings: Settings) -> Iterator[Line]:
@@ -173,16 +171,9 @@ def run_capacity(settings: Settings) -> Iterator[Line]:
         context_tokens=served.context_tokens,
     )
     report, replay = plan_capacity(trace, question, lambda _stage, _done: None)
-    yield {"part": "capacity", **_rounded(asdict(report))}
+    yield {"part": "capacity", **rounded(asdict(report))}
     for point in curve(trace, replay, report):
-        yield {"part": "point", **_rounded(asdict(point))}
-
-
-def _rounded(values: dict[str, object]) -> Line:
-    return {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in values.items()
-    }
+        yield {"part": "point", **rounded(asdict(point))}
 
 
 def ratio(lines: Sequence[Line], model: str, name: str) -> float:

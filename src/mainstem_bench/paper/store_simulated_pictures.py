@@ -260,14 +260,12 @@ def judge_media(lines: Sequence[Line]) -> Verdict:
 def plot_capacity(lines: Sequence[Line], figure: Figure) -> None:
     hits, speed = figure.subplots(1, 2)
     points = only(lines, part="point")
-    x = [point["share"] for point in points]
-    hits.plot(x, [100 * point["hit_rate"] for point in points], label="here", **style.OURS)
+    style.curve(hits, points, "share", "hit_rate", "here", style.OURS, 100)
     paper = [100 * rate for rate in PAPER_CAPACITY.values()]
     hits.plot(list(PAPER_CAPACITY), paper, label="paper", **style.PAPER)
     unbounded = 100 * one(lines, part="capacity")["hit_rate_unbounded"]
     hits.axhline(unbounded, label="unbounded", **style.LIMIT)
-    per_s = [point["prompt_tokens_per_s"] / 1e3 for point in points]
-    speed.plot(x, per_s, **style.OURS)
+    style.curve(speed, points, "share", "prompt_tokens_per_s", None, style.OURS, 1e-3)
     for axes, y in ((hits, "hit rate, %"), (speed, "thousand prompt tokens a device second")):
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)

@@ -20,7 +20,6 @@ PAPER: Look = {"color": "#b5651d", "marker": "^", "linewidth": 1.4, "linestyle":
 RIVAL: Look = {"color": "#777777", "marker": "x", "linewidth": 1.4, "linestyle": ":"}
 LIMIT: Look = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
 HATCHES = ("", "//", "..", "xx", "\\\\", "--")
-SERIES = (OURS, PAPER, RIVAL, STORED, NOTHING)
 
 
 def finish(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> None:
@@ -82,6 +81,27 @@ def bars(
             zorder=5,
         )
     axes.set_xticks(range(len(groups)), groups)
+
+
+def curve(
+    axes: Axes,
+    lines: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    label: str | None,
+    look: Look,
+    factor: float = 1.0,
+) -> None:
+    """Draw `factor` times one value of the lines over another."""
+    ys = [factor * line[y] for line in lines]
+    axes.plot([line[x] for line in lines], ys, label=label, **look)
+
+
+def caps(axes: Axes, values: Sequence[float], label: str | None = None) -> None:
+    """Draw the limit of each group of bars."""
+    for at, value in enumerate(values):
+        named = label if at == 0 else None
+        axes.plot([at - 0.45, at + 0.45], [value] * 2, label=named, **LIMIT)
 
 
 def log_y(axes: Axes) -> None:

@@ -29,15 +29,13 @@ def _read_cohere2(config: Config) -> ModelSpec:
     for field in ("order_of_interleaved_layers", "cache_implementation"):
         config.get(field)  # the pattern of layers, in words
     rotated = common.full_attention(sizes.head_dim, _read_rope(config, sizes, theta=10_000.0))
-    kinds = {
-        "sliding_attention": common.with_window(config, rotated, default=4096),
-        "full_attention": common.full_attention(sizes.head_dim, None),
-    }
+    full = common.full_attention(sizes.head_dim, None)
+    sliding = common.with_window(config, rotated, default=4096)
     pattern = config.whole("sliding_window_pattern", 4)
     if config.has("layer_switch"):
         config.only("layer_switch", pattern)
     types = common.layer_types(config, sizes.layers, pattern=pattern)
-    return _spec(config, sizes, [kinds[kind] for kind in types])
+    return _spec(config, sizes, common.by_kind(types, full, sliding))
 
 
 def _read_rope(config: Config, sizes: Sizes, theta: float) -> RopeSpec:

@@ -1,7 +1,7 @@
 """Reads the parts of a config.json that most families have in common."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
@@ -224,6 +224,20 @@ def read_layer_types(config: Config, count: int) -> list[str] | None:
     return [str(kind) for kind in types]
 
 
+def checked_kinds(
+    types: Sequence[object], count: int, known: Collection[str], older: Collection[str] = ()
+) -> list[str]:
+    """The kinds of all layers, each one of `known` or of `older`, which errors do not name."""
+    for kind in types:
+        if kind not in (*known, *older):
+            raise UnsupportedModel(
+                f"layer_types: {kind} layers are not supported; known: {', '.join(known)}"
+            )
+    if len(types) != count:
+        raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers")
+    return [str(kind) for kind in types]
+
+
 def layer_types(
     config: Config, count: int, pattern: int, first_full: int | None = None
 ) -> list[str]:
@@ -237,6 +251,13 @@ def layer_types(
         "full_attention" if index % pattern == full else "sliding_attention"
         for index in range(count)
     ]
+
+
+def by_kind(
+    types: Sequence[str], full: AttentionSpec, sliding: AttentionSpec
+) -> list[AttentionSpec]:
+    """The attention of layers of these kinds."""
+    return [full if kind == "full_attention" else sliding for kind in types]
 
 
 # ---- rotary embeddings

@@ -17,7 +17,7 @@ def _read(config: Config) -> ModelSpec:
         kinds = [rotated] * sizes.layers
     else:
         plain = common.full_attention(sizes.head_dim, None)
-        kinds = [windowed if kind == "sliding_attention" else plain for kind in types]
+        kinds = common.by_kind(types, plain, windowed)
     return common.make_spec(
         config,
         sizes,

@@ -44,7 +44,7 @@ def _read_gemma1(config: Config) -> ModelSpec:
 
 
 def _read_gemma2(config: Config) -> ModelSpec:
-    sizes = _read_sizes(config, vocab=256_000, positions=8192)
+    sizes = read_gemma_sizes(config, vocab=256_000, positions=8192)
     rope = common.read_rope(config, sizes)
     ropes = {"full_attention": rope, "sliding_attention": rope}
     kinds = _attention(config, sizes.layers, ropes, pattern=2, cap=50.0)
@@ -52,20 +52,20 @@ def _read_gemma2(config: Config) -> ModelSpec:
 
 
 def _read_gemma3(config: Config) -> ModelSpec:
-    sizes = _read_sizes(config, vocab=262_208, positions=131_072)
+    sizes = read_gemma_sizes(config, vocab=262_208, positions=131_072)
     pattern = config.whole("sliding_window_pattern", 6)
     ropes = common.read_two_ropes(config, sizes, theta=1e6, local_theta=1e4)
     kinds = _attention(config, sizes.layers, ropes, pattern, cap=None)
     return _spec(config, sizes, kinds, QkNorm.HEADS, cap=None)
 
 
-def _read_sizes(config: Config, vocab: int, positions: int) -> Sizes:
-    """Read sizes. Files leave out fields with transformers' defaults, which are the values of Gemma
-    2 2B."""
+def read_gemma_sizes(config: Config, vocab: int, positions: int, layers: int = 26) -> Sizes:
+    """Read sizes. Files leave out fields with transformers' defaults. Those that are no arguments
+    are the values of Gemma 2 2B."""
     return Sizes(
         vocab=config.whole("vocab_size", vocab),
         hidden=config.whole("hidden_size", 2304),
-        layers=config.whole("num_hidden_layers", 26),
+        layers=config.whole("num_hidden_layers", layers),
         heads=config.whole("num_attention_heads", 8),
         kv_heads=config.whole("num_key_value_heads", 4),
         head_dim=config.whole("head_dim", 256),
@@ -80,7 +80,7 @@ def _attention(
     sees all tokens, and the others have windows."""
     types = common.layer_types(config, count, pattern)
     scale = config.number("query_pre_attn_scalar", 256) ** -0.5
-    softcap = _softcap(config, "attn_logit_softcapping", cap)
+    softcap = read_softcap(config, "attn_logit_softcapping", cap)
     window = None
     if not config.is_null("sliding_window"):
         window = config.whole("sliding_window", 4096)
@@ -93,7 +93,7 @@ def _attention(
     return [kinds[kind] for kind in types]
 
 
-def _softcap(config: Config, field: str, default: float | None) -> float | None:
+def read_softcap(config: Config, field: str, default: float | None = None) -> float | None:
     if config.is_null(field) or (default is None and not config.has(field)):
         config.get(field)
         return None
@@ -114,7 +114,7 @@ def _spec(
         names=_NAMES,
         norm_place=NormPlace.BOTH,
         embedding_scale=math.sqrt(sizes.hidden),
-        logit_softcap=_softcap(config, "final_logit_softcapping", cap),
+        logit_softcap=read_softcap(config, "final_logit_softcapping", cap),
         qk_norm=qk_norm,
         has_bias=config.flag("attention_bias"),
     )

@@ -19,6 +19,7 @@ from mainstem.models.families.common import (
     read_activation,
     rms_norm,
 )
+from mainstem.models.families.gemma import read_gemma_sizes, read_softcap
 from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.spec import (
     Activation,
@@ -51,13 +52,12 @@ _OTHER_PARTS = ("embed_vision.", "audio_tower.", "embed_audio.")
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = _read_sizes(config)
+    sizes = read_gemma_sizes(config, vocab=262_144, layers=30, positions=131_072)
     types = [*layer_types(config, sizes.layers, 6)[:-1], FULL]  # as transformers has it
     config.only("use_bidirectional_attention", "vision")  # only tokens of images see later ones
     num_shared = _count(config, "num_kv_shared_layers", 0)
     kinds = _attention(config, sizes, types)
     layers = _layers(config, types, kinds, num_shared)
-    has_bias = config.flag("attention_bias")
     spec = make_spec(
         config,
         sizes,
@@ -67,29 +67,15 @@ def _read(config: Config) -> ModelSpec:
         names=replace(_NAMES, ignored_beginnings=_unused(types, num_shared)),
         norm_place=NormPlace.BOTH,
         embedding_scale=math.sqrt(sizes.hidden),
-        logit_softcap=_softcap(config),
+        logit_softcap=read_softcap(config, "final_logit_softcapping"),
         qk_norm=QkNorm.HEADS,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
     return replace(
         spec,
         has_value_norm=True,
         has_layer_scale=True,
         layer_inputs=_layer_inputs(config, sizes),
-    )
-
-
-def _read_sizes(config: Config) -> Sizes:
-    """Read sizes; files may leave out fields with transformers' defaults."""
-    return Sizes(
-        vocab=config.whole("vocab_size", 262_144),
-        hidden=config.whole("hidden_size", 2304),
-        layers=config.whole("num_hidden_layers", 30),
-        heads=config.whole("num_attention_heads", 8),
-        kv_heads=config.whole("num_key_value_heads", 4),
-        head_dim=config.whole("head_dim", 256),
-        positions=config.whole("max_position_embeddings", 131_072),
     )
 
 
@@ -207,11 +193,6 @@ def _count(config: Config, name: str, default: int) -> int:
     if value == 0 or config.is_null(name) or (value is None and default == 0):
         return 0
     return config.whole(name, default)
-
-
-def _softcap(config: Config) -> float | None:
-    value = config.get("final_logit_softcapping")
-    return None if value is None else config.number("final_logit_softcapping")
 
 
 def _unused(types: list[str], num_shared: int) -> tuple[str, ...]:

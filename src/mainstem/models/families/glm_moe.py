@@ -71,7 +71,7 @@ def _windowed(config: Config, attention: AttentionSpec, count: int) -> list[Atte
     windowed = common.with_window(config, attention)
     if types is None:
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
-    return [windowed if kind == "sliding_attention" else attention for kind in types]
+    return common.by_kind(types, attention, windowed)
 
 
 def _layers(config: Config, attentions: Sequence[AttentionSpec]) -> list[LayerSpec]:

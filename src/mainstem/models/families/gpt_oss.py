@@ -29,9 +29,7 @@ def _read(config: Config) -> ModelSpec:
     return common.make_spec(
         config,
         sizes,
-        layers_of(
-            [full if kind == "full_attention" else sliding for kind in types], _experts(config)
-        ),
+        layers_of(common.by_kind(types, full, sliding), _experts(config)),
         replace(common.rms_norm(config, 1e-5), is_rounded_once=True),
         names=_NAMES,
         has_bias=config.flag("attention_bias", True),

@@ -4,11 +4,11 @@ nothing else. Most layers of its larger models have a Mamba-2 recurrence instead
 
 from collections.abc import Sequence
 
-from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
     Sizes,
+    checked_kinds,
     gated_mlp,
     make_spec,
     read_activation,
@@ -38,7 +38,7 @@ _EXPERTS = Names(
     shared_down="shared_mlp.output_linear",
 )
 _ONE_MLP = Names(gate_up=_SHARED, down="shared_mlp.output_linear")
-_MAMBA_KINDS, _ATTENTION_KINDS = {"mamba", "linear_attention"}, {"attention", "full_attention"}
+_MAMBA_KINDS = {"mamba", "linear_attention"}
 
 
 def _read_granite(config: Config) -> ModelSpec:
@@ -79,14 +79,10 @@ def _read_granite4(config: Config) -> ModelSpec:
 
 def _kinds(config: Config, count: int) -> list[str]:
     types = config.items("layer_types")
-    kinds = ["mamba"] * count if types is None else [str(kind) for kind in types]
-    if unknown := [kind for kind in kinds if kind not in _MAMBA_KINDS | _ATTENTION_KINDS]:
-        raise UnsupportedModel(
-            f"layer_types: {unknown[0]} layers are not supported; known: mamba, attention"
-        )
-    if len(kinds) != count:
-        raise UnsupportedModel(f"layer_types has {len(kinds)} entries for {count} layers")
-    return kinds
+    if types is None:
+        return ["mamba"] * count
+    older = ("linear_attention", "full_attention")
+    return checked_kinds(types, count, ("mamba", "attention"), older)
 
 
 def _experts(config: Config, shared_size: int | None) -> ExpertsSpec:
@@ -111,7 +107,7 @@ def _read(
     scale = config.number("attention_multiplier", 1.0)
     if rope is not None:
         scale *= rope.score_factor**2
-    has_bias, attention = config.flag("attention_bias"), LayerSpec(AttentionSpec(rope, scale), mlp)
+    attention = LayerSpec(AttentionSpec(rope, scale), mlp)
     return make_spec(
         config,
         sizes,
@@ -124,8 +120,7 @@ def _read(
         residual_scale=config.number("residual_multiplier", 1.0),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / config.number("logits_scaling", 1.0),
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 

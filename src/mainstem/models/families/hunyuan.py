@@ -78,7 +78,6 @@ def _read(config: Config, mlp: MlpSpec | ExpertsSpec) -> ModelSpec:
     for name in ("cla_share_factor", "eod_token_id", "org_vocab_size"):
         config.get(name)
     attention = full_attention(sizes.head_dim, _read_rope(config, sizes))
-    has_bias = config.flag("attention_bias")
     return make_spec(
         config,
         sizes,
@@ -86,8 +85,7 @@ def _read(config: Config, mlp: MlpSpec | ExpertsSpec) -> ModelSpec:
         rms_norm(config, 1e-5),
         names=_NAMES,
         qk_norm=QkNorm.TURNED_HEADS,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 

@@ -3,10 +3,10 @@ normed. Some models have experts in all layers but the first ones."""
 
 from collections.abc import Sequence
 
-from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
+    checked_kinds,
     full_attention,
     make_spec,
     read_rope,
@@ -114,13 +114,7 @@ def _layer_types(config: Config, count: int) -> list[str]:
     if types is None:
         full = list(range(count)) if full is None else full
         return ["full_attention" if index in full else "conv" for index in range(count)]
-    if unknown := [kind for kind in types if kind not in {"conv", "full_attention"}]:
-        raise UnsupportedModel(
-            f"layer_types: {unknown[0]} layers are not supported; known: conv, full_attention"
-        )
-    if len(types) != count:
-        raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers")
-    return [str(kind) for kind in types]
+    return checked_kinds(types, count, ("conv", "full_attention"))
 
 
 _NOTES = "short convolutions in most layers"

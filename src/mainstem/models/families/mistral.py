@@ -22,10 +22,9 @@ def _read_ministral(config: Config) -> ModelSpec:
     sizes = common.read_sizes(config)
     full = common.rotated(config, sizes)
     sliding = common.with_window(config, full, default=4096)
-    kinds = {"full_attention": full, "sliding_attention": sliding}
     # unless the file lists the kinds, all layers have the window
     types = common.layer_types(config, sizes.layers, pattern=sizes.layers, first_full=sizes.layers)
-    layers = layers_of([kinds[kind] for kind in types], common.gated_mlp(config))
+    layers = layers_of(common.by_kind(types, full, sliding), common.gated_mlp(config))
     return common.make_spec(config, sizes, layers, common.rms_norm(config))
 
 

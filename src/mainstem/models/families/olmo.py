@@ -7,7 +7,6 @@ from mainstem.models.config_file import Config
 from mainstem.models.families import common
 from mainstem.models.families.common import Family, Sizes
 from mainstem.models.spec import (
-    AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
@@ -46,14 +45,14 @@ def _read_olmo2(config: Config) -> ModelSpec:
 def _read_olmo3(config: Config) -> ModelSpec:
     sizes = common.read_sizes(config)
     ropes = common.read_two_ropes(config, sizes, theta=500_000.0)
-    sliding = common.full_attention(sizes.head_dim, ropes["sliding_attention"])
-    kinds = {
-        "full_attention": common.full_attention(sizes.head_dim, ropes["full_attention"]),
-        "sliding_attention": common.with_window(config, sliding, default=4096),
-    }
+    full, sliding = (
+        common.full_attention(sizes.head_dim, ropes[kind])
+        for kind in ("full_attention", "sliding_attention")
+    )
+    sliding = common.with_window(config, sliding, default=4096)
     types = common.layer_types(config, sizes.layers, pattern=_PATTERN)
-    attention: list[AttentionSpec] = [kinds[kind] for kind in types]
-    return _normed_after(config, sizes, layers_of(attention, common.gated_mlp(config)))
+    kinds = common.by_kind(types, full, sliding)
+    return _normed_after(config, sizes, layers_of(kinds, common.gated_mlp(config)))
 
 
 def _normed_after(config: Config, sizes: Sizes, layers: tuple[LayerSpec, ...]) -> ModelSpec:

@@ -39,7 +39,7 @@ def windowed_above(config: Config, attention: AttentionSpec, count: int) -> list
     if types is None:
         above = first if isinstance(first, int) else 28  # as transformers has it
         types = ["sliding_attention" if i >= above else "full_attention" for i in range(count)]
-    return [windowed if kind == "sliding_attention" else attention for kind in types]
+    return common.by_kind(types, attention, windowed)
 
 
 QWEN2 = Family("Qwen 2, 2.5", ("Qwen2ForCausalLM",), _read_qwen2)

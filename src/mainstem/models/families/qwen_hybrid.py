@@ -11,6 +11,7 @@ from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
     Sizes,
+    checked_kinds,
     full_attention,
     gated_mlp,
     make_spec,
@@ -68,7 +69,6 @@ def _read(config: Config, mlps: Sequence[MlpSpec | ExpertsSpec], names: Names) -
         LayerSpec(attention, mlp) if kind == "full_attention" else LayerSpec(None, mlp, delta)
         for kind, mlp in zip(_layer_types(config, sizes.layers), mlps, strict=True)
     ]
-    has_bias = config.flag("attention_bias")
     return make_spec(
         config,
         sizes,
@@ -76,8 +76,7 @@ def _read(config: Config, mlps: Sequence[MlpSpec | ExpertsSpec], names: Names) -
         rms_norm(config, gain_offset=1.0),
         names=names,
         qk_norm=QkNorm.HEADS,
-        has_qkv_bias=has_bias,
-        has_out_bias=has_bias,
+        has_bias=config.flag("attention_bias"),
     )
 
 
@@ -116,14 +115,7 @@ def _layer_types(config: Config, count: int) -> list[str]:
         return [
             "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
         ]
-    known = ("full_attention", "linear_attention")
-    if unknown := [kind for kind in types if kind not in known]:
-        raise UnsupportedModel(
-            f"layer_types: {unknown[0]} layers are not supported; known: {', '.join(known)}"
-        )
-    if len(types) != count:
-        raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers")
-    return [str(kind) for kind in types]
+    return checked_kinds(types, count, ("full_attention", "linear_attention"))
 
 
 def _experts(config: Config) -> ExpertsSpec:

@@ -1,15 +1,8 @@
 """StableLM 3B and StableLM 2: Llama's block, LayerNorm, a quarter of each head rotated."""
 
 from mainstem.models.config_file import Config
-from mainstem.models.families.common import (
-    Family,
-    full_attention,
-    gated_mlp,
-    layer_norm,
-    make_spec,
-    read_rope,
-    read_sizes,
-)
+from mainstem.models.families import common
+from mainstem.models.families.common import Family
 from mainstem.models.names import Names
 from mainstem.models.spec import ModelSpec, QkNorm, Residual, same_layers
 
@@ -17,14 +10,14 @@ _NAMES = Names(q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
 
 
 def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    attention = full_attention(sizes.head_dim, read_rope(config, sizes, rotary_share=0.25))
+    sizes = common.read_sizes(config)
+    attention = common.rotated(config, sizes, rotary_share=0.25)
     is_parallel = config.flag("use_parallel_residual")
-    return make_spec(
+    return common.make_spec(
         config,
         sizes,
-        same_layers(attention, gated_mlp(config), sizes.layers),
-        layer_norm(config),
+        same_layers(attention, common.gated_mlp(config), sizes.layers),
+        common.layer_norm(config),
         names=_NAMES,
         residual=Residual.PARALLEL if is_parallel else Residual.SERIAL,
         qk_norm=QkNorm.LAYER_EACH if config.flag("qk_layernorm") else QkNorm.NONE,

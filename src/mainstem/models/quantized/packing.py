@@ -126,11 +126,11 @@ class QuantizedSpec:
         return f"{layout}{'; '.join(found) or 'nothing quantized'}{order}"
 
 
-def rules_for(names: Iterable[str], packing: Packing | None = None) -> tuple[Rule, ...]:
-    """Make rules for modules with these names, with any prefix, and for all modules inside them.
-    `*` matches anything."""
+def rules_for(names: Iterable[str]) -> tuple[Rule, ...]:
+    """Rules that leave modules with these names, with any prefix, and all modules inside them as
+    they are. `*` matches anything."""
     found = (re.escape(name).replace(r"\*", ".*") for name in names)
-    return tuple(Rule(rf"(.*\.)?{name}(\..*)?$", packing) for name in found)
+    return tuple(Rule(rf"(.*\.)?{name}(\..*)?$", None) for name in found)
 
 
 def refuse(field: str, found: object, known: str) -> NoReturn:
