@@ -18,7 +18,7 @@ from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import greedy
 from mainstem_bench.report import load_average, show
-from mainstem_bench.virtual_step import some_result
+from mainstem_bench.virtual_engine import some_result
 
 VOCAB = 30_000
 Milliseconds = NDArray[np.float64]
