@@ -22,9 +22,8 @@ from torch import Tensor
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
-from mainstem.models.collectives import ALONE
-from mainstem.models.cpu.decoder import make_decoder
 from mainstem.models.spec import ModelSpec
+from mainstem.models.tensors import TensorReader
 from mainstem.models.weights import RandomWeights, part_shape
 from mainstem_bench.shapes import CONFIGS, SHAPES
 
@@ -48,7 +47,7 @@ Shape = tuple[int, ...]
 
 
 class TensorNames(RandomWeights):
-    """Notes the name and shape of every tensor that a decoder takes; the tensors have no values."""
+    """Notes the name and shape of every tensor that is read; the tensors have no values."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), seed=0)
@@ -118,7 +117,12 @@ def hf_config(name: str) -> dict[str, object]:
 def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Return the shape of each tensor of a checkpoint, by its Hugging Face name."""
     names = TensorNames()
-    make_decoder(names, spec, ALONE)
+    reader = TensorReader(names, spec)
+    embedding = reader.embedding()
+    reader.inputs()
+    for index in range(spec.num_layers):
+        reader.layer(index)
+    reader.ends(embedding)
     return names.shapes
 
 

@@ -130,12 +130,7 @@ def transformers_generate(config: EngineConfig, prompts: Prompts, output: int) -
                 model.generate(ids, max_new_tokens=output, do_sample=False)
         seconds = perf_counter() - began_s
         if not best or seconds < float(str(best["seconds"])):
-            best = {
-                "seconds": round(seconds, 2),
-                "requests_per_s": round(len(prompts) / seconds, 3),
-                "decode_tokens_per_s": round(len(prompts) * output / seconds, 1),
-                "batch_size": batch_size,
-            }
+            best = _speed(prompts, output, seconds) | {"batch_size": batch_size}
     return best
 
 
@@ -153,7 +148,10 @@ def vllm_generate(config: EngineConfig, prompts: Prompts, output: int) -> dict[s
     params = VLLMParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     began_s = perf_counter()
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
-    seconds = perf_counter() - began_s
+    return _speed(prompts, output, perf_counter() - began_s)
+
+
+def _speed(prompts: Prompts, output: int, seconds: float) -> dict[str, object]:
     return {
         "seconds": round(seconds, 2),
         "requests_per_s": round(len(prompts) / seconds, 3),

@@ -19,10 +19,9 @@ from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem_bench.feed import submit_all
-from mainstem_bench.machine import Machine
 from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.report import line, load_average
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import measured_on, random_config
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import shared
 
@@ -61,7 +60,7 @@ def main(argv: list[str]) -> int:
     config = random_config(args, args.model_shape, tokens)
     if config.cache.states is None:
         config = replace(config, cache=replace(config.cache, states=2 * max(args.seqs) + 2))
-    load, machine = load_average(), Machine.of(config)
+    load = load_average()
     begin = perf_counter()
     shape = shape_with(args.model_shape, args.weights)
     engine = build_random_engine(shape, config)
@@ -75,8 +74,8 @@ def main(argv: list[str]) -> int:
             about = {"model_shape": args.model_shape, "seqs": seqs, "prefix": args.prefix}
             about |= {"degree": args.degree or seqs, "own": args.own, "steps": args.steps}
             about |= {} if args.weights is None else {"weights": args.weights}
-            where = {"start_s": start_s, "device": machine.name, "load_before": load}
-            print(line("decode", about | result | where | {"settings": settings(config)}))
+            where = {"start_s": start_s} | measured_on(config, load)
+            print(line("decode", about | result | where))
     engine.close()
     if not args.json:
         print(table(["sequences", "ms a step", "host ms", "device ms", "tokens/s"], rows))

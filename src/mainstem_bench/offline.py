@@ -33,7 +33,7 @@ from mainstem_bench.machine import Machine
 from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.profile import ProfileWindow
 from mainstem_bench.report import load_average, show
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import measured_on, random_config
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
 
@@ -138,10 +138,8 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
             "peak_gb": round(machine.peak_bytes() / 1e9, 2),
             "order": args.order,
             "planned": not args.no_plan and args.arrivals is None,
-            "device": machine.name,
-            "settings": settings(config),
-            "load_before": load,
         }
+        | measured_on(config, load)
     )
 
 

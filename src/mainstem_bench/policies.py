@@ -83,15 +83,12 @@ def parser() -> argparse.ArgumentParser:
         help="lookahead, lru, fifo (all)",
     )
     work = made.add_argument_group("made-up conversations")
-    for name, count, about in (
-        ("sessions", 24, "conversations"),
-        ("turns", 3, "turns of each"),
-        ("history", 300, "tokens of the first turn"),
-        ("new", 40, "new tokens of a later turn"),
-        ("output", 16, "tokens of an answer"),
-    ):
-        flag = partial(add_flag, work)
-        flag(f"--{name}", positive_count, f"{about}", count)
+    flag = partial(add_flag, work)
+    flag("--sessions", positive_count, "conversations", 24)
+    flag("--turns", positive_count, "turns of each", 3)
+    flag("--history", positive_count, "tokens of the first turn", 300)
+    flag("--new", positive_count, "new tokens of a later turn", 40)
+    flag("--output", positive_count, "tokens of an answer", 16)
     flag("--rate", positive, "turns a second", 2.0, metavar="R")
     room = made.add_argument_group("room, as a number of complete conversations")
     for name, most in (("device", 3.0), ("host", 6.0), ("disk", 12.0)):

@@ -30,9 +30,8 @@ from mainstem.runner.origin import RandomOrigin
 from mainstem_bench.decode import decode, num_outputs
 from mainstem_bench.feed import submit_all
 from mainstem_bench.kept import free_memory
-from mainstem_bench.machine import Machine
 from mainstem_bench.report import line, load_average
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import measured_on, random_config
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import shared
 
@@ -121,7 +120,7 @@ def measure(args: Namespace, name: str, of: int) -> Iterator[dict[str, object]]:
     decoding = Namespace(**{**vars(args), **fields})
     num_tokens = max(n * (args.own + num_outputs(decoding, n) + 64) for n in args.seqs)
     config = with_chunk(random_config(args, name, num_tokens), spec)
-    load, machine = load_average(), Machine.of(config)
+    load = load_average()
     engine = _part_engine(spec, config, of)
     counters = Counters().attach(engine.bus)
     part = part_of(spec, Shard(0, of))
@@ -131,9 +130,8 @@ def measure(args: Namespace, name: str, of: int) -> Iterator[dict[str, object]]:
         "weights_gb": round(2e-9 * part.num_weights, 1),
         "kv_bytes_per_token": 2 * part.kv_elements_per_token,
     }
-    where: dict[str, object] = {"device": machine.name, "load_before": load}
+    where = measured_on(config, load)
     where |= {"nvlink_gb_per_s": NVLINK_BYTES_PER_S / 1e9, "call_us": CALL_S * 1e6}
-    where["settings"] = settings(config)
     tokens, seconds = _prefill(engine, counters, spec, config)
     yield about | _projected(f"prompts, {tokens}", seconds, spec, of, tokens, 1) | where
     for seqs in args.seqs:

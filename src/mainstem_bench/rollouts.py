@@ -31,7 +31,7 @@ from mainstem_bench.limit import job_floor
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import model_cost
 from mainstem_bench.report import load_average, show
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import measured_on, random_config
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
 
@@ -81,11 +81,7 @@ def measure(args: argparse.Namespace, config: EngineConfig) -> dict[str, object]
     result |= update_speed(engine, shape, args.pageable)
     engine.check()
     engine.close()
-    return result | {
-        "device": machine.name,
-        "settings": settings(config),
-        "load_before": load,
-    }
+    return result | measured_on(config, load)
 
 
 # --- many answers ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import WARM_SEED, WARM_SEQS, exact, warm_up
 from mainstem_bench.report import load_average, show
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import measured_on, random_config
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
 
@@ -101,9 +101,7 @@ def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, 
         **scored,
         **{f"generate_{name}": value for name, value in generated.items()},
         "peak_gb": round(machine.peak_bytes() / 1e9, 2),
-        "device": machine.name,
-        "settings": settings(config),
-        "load_before": load,
+        **measured_on(config, load),
     }
 
 

@@ -84,6 +84,15 @@ def settings(config: EngineConfig) -> dict[str, object]:
     }
 
 
+def measured_on(config: EngineConfig, load_before: float | None) -> dict[str, object]:
+    """What lines say about where they were measured."""
+    return {
+        "device": Machine.of(config).name,
+        "settings": settings(config),
+        "load_before": load_before,
+    }
+
+
 def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value

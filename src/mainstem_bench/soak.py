@@ -26,7 +26,7 @@ from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem_bench.machine import Machine, process_bytes
 from mainstem_bench.report import load_average, show
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import measured_on, random_config
 from mainstem_bench.shapes import SHAPES
 
 KV_TOKENS = 8192  # far less than open requests need
@@ -102,9 +102,7 @@ def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object
         "seconds": round(perf_counter() - began_s, 2),
         "device_growth_mb": round(device_grown / 1e6, 2),
         "host_growth_mb": round(host_grown / 1e6, 2),
-        "device": machine.name,
-        "settings": settings(config),
-        "load_before": load,
+        **measured_on(config, load),
     }
 
 

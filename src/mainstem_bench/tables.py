@@ -25,7 +25,7 @@ from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import WARM_SEQS, check_same, warm_up
 from mainstem_bench.report import load_average, show
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import measured_on, random_config
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
 
@@ -162,9 +162,7 @@ def measure(
         "field_tokens_computed_chosen": chosen.computed_tokens,
         "choosing_s": round(choosing_s, 4),
         "peak_gb": round(machine.peak_bytes() / 1e9, 2),
-        "device": machine.name,
-        "settings": settings(config),
-        "load_before": load,
+        **measured_on(config, load),
     }
 
 

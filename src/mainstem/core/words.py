@@ -8,6 +8,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text; its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
+
+
 def with_prefix(value: float) -> str:
     """Three digits with a decimal prefix: `3.35 T`, `7 \u00b5`."""
     for scale, prefix in PREFIXES.items():

@@ -30,6 +30,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mainstem.core.errors import MainstemError
+from mainstem.core.words import last_line
 from mainstem.ray.prompts import PAGE_TOKENS, PREVIOUS, read_request, session_of
 from mainstem.ray.replica import ACCEPTED, Head, HttpCall, Piece, ReplicaStatus
 from mainstem.ray.router import (
@@ -53,6 +54,7 @@ from mainstem.server.http.faults import (
 from mainstem.server.http.limits import ServerLimits
 from mainstem.server.http.stream import PING
 from mainstem.wire.chat.stored import CHATS_URL
+from mainstem.wire.events import event, named_event
 
 LOOK_S = 1.0  # between two status calls to a replica
 STATUS_S = 5.0  # timeout of a status call; then the replica counts as down
@@ -293,7 +295,7 @@ class Front:
                 status = await asyncio.wait_for(_awaited(asked), STATUS_S)
                 self._note(replica, status)
             except Exception as error:
-                self._set_down(replica, _last_line(error))
+                self._set_down(replica, last_line(error))
             await asyncio.sleep(LOOK_S)
 
     def _note(self, replica: int, status: ReplicaStatus) -> None:
@@ -304,6 +306,9 @@ class Front:
             self._router.forget(replica)
             self._boots[replica] = status.boot
             self._router.set_capacity(replica, status.kv_tokens)
+        self._set_up(replica)
+
+    def _set_up(self, replica: int) -> None:
         is_drained = replica in self._drained
         self._router.set_state(replica, ReplicaState.DRAINING if is_drained else ReplicaState.UP)
 
@@ -337,9 +342,7 @@ class Front:
         else:
             self._drained.discard(replica)
         if self._router.state(replica) is not ReplicaState.DOWN:
-            is_drained = replica in self._drained
-            state = ReplicaState.DRAINING if is_drained else ReplicaState.UP
-            self._router.set_state(replica, state)
+            self._set_up(replica)
         return JSONResponse(self._listed()[replica])
 
     def _listed(self) -> list[dict[str, object]]:
@@ -435,9 +438,9 @@ class _ReplicaReply:
         except StopAsyncIteration:
             return None
         except exceptions.RayTaskError as error:  # raised by the replica's own code
-            raise ReplicaFailed(_last_line(error)) from None
+            raise ReplicaFailed(last_line(error)) from None
         except (exceptions.RayError, RayServeException) as error:
-            raise ReplicaLost(_last_line(error)) from None
+            raise ReplicaLost(last_line(error)) from None
         return piece
 
 
@@ -512,16 +515,10 @@ def _last_words(path: str, reason: ReplicaLost | ReplicaFailed) -> bytes:
     """The event that ends a stream after its replica failed."""
     error = unavailable(f"the replica was lost while it answered: {reason}")
     if is_messages_path(path):
-        body = messages_error(error, uuid4().hex)
-        return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
-    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        return named_event(messages_error(error, uuid4().hex))
+    return event(error.body())
 
 
 async def _awaited(response: Any) -> ReplicaStatus:
     status: ReplicaStatus = await response
     return status
-
-
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__

@@ -31,6 +31,7 @@ from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, WindowReader
 from mainstem.core.config import Device, EngineConfig
 from mainstem.core.errors import ConfigError
+from mainstem.core.words import last_line
 from mainstem.plan.planner import PlanConfig
 from mainstem.text.encoding import App
 from mainstem.text.parsers.formats import find_formats
@@ -153,9 +154,9 @@ class RayWorker:
                     await self._step(desk)
                     last_s = monotonic()
                 except exceptions.ActorDiedError as error:
-                    raise WorkerLost(_last_line(error)) from None
+                    raise WorkerLost(last_line(error)) from None
                 except (exceptions.RayActorError, exceptions.RayTaskError) as error:
-                    self._lose(desk, _last_line(error))
+                    self._lose(desk, last_line(error))
                     if monotonic() - last_s > PATIENCE_S:
                         raise WorkerLost(f"no answer for {PATIENCE_S:.0f} s") from None
                     if isinstance(error, exceptions.RayTaskError):
@@ -211,11 +212,6 @@ class RayWorker:
         tasks = list(self._open.values())
         self._open.clear()
         return tasks
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, time
 from typing import Protocol
@@ -338,6 +338,14 @@ class Gateway:
             raise self._too_long(call, f"at least {error.least_tokens}") from None
         except InvalidRequest as error:
             raise from_invalid(error) from None
+
+    async def count(self, call: Call, prompt: Prompt, tenant: Tenant) -> int:
+        """The number of tokens of a prompt, which may exceed the context. Raises ApiError."""
+        call = replace(call, overflow=Overflow.RECOMPUTE)
+        _, app = self.apps.resolve(call, self.model.names)
+        ids = await self.encode(call, [prompt], app, None, tenant.page_salt(call.cache_salt))
+        self.check_lengths(call, ids)
+        return len(ids[0])
 
     def cut(self, call: Call, prompts: list[list[int]], app: App | None) -> list[list[int]]:
         """Cut prompts to their last tokens, as many as the call asks for."""

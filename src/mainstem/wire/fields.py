@@ -27,6 +27,32 @@ Metadata = Annotated[
 ]
 T = TypeVar("T", bound=Struct)
 
+
+class RoutedBody(Struct, frozen=True, kw_only=True):
+    """Fields of all requests to the model in OpenAI's APIs."""
+
+    model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
+    app: Annotated[str, Meta(description="name of a system prompt on the server")] | None = None
+    cache_salt: str | None = None  # only requests with the same salt share pages
+    priority: Annotated[int, Meta(description="lower goes first")] | None = None
+
+
+class DrawnBody(RoutedBody, frozen=True, kw_only=True):
+    """Fields of all requests for answers: how tokens are chosen, and when an answer ends."""
+
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+
+
 _PLACE = re.compile(r"^(?P<reason>.*?) - at (?:`key` in )?`\$(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`$")
 _PART = re.compile(r"^(messages\[\d+\]\.content(?:\[\d+\])?)\.type$")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import exp
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.json import Json, JsonView
@@ -21,7 +21,7 @@ from mainstem.wire.calls import MAX_TOKEN_ID, BodyLimits, Call, CallKind
 from mainstem.wire.chat.bodies import Message
 from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError, from_invalid
-from mainstem.wire.fields import read_fields
+from mainstem.wire.fields import RoutedBody, read_fields
 from mainstem.wire.neutral import SCORES, without_neutral
 
 MAX_LABEL_PAIRS = 1024
@@ -30,19 +30,15 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 _OTHERS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
 
 
-class ScoreBody(Struct, frozen=True, kw_only=True):
+class ScoreBody(RoutedBody, frozen=True, kw_only=True):
     """`POST /v1/score`: a context, and what may follow it."""
 
     choices: Annotated[list[str], Meta(min_length=1)]
     prompt: Annotated[str | list[int], Meta(description="a text or token ids")] | None = None
     messages: list[Message] | None = None
-    model: str | None = None
-    app: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
 
 
-class LabelScoreBody(Struct, frozen=True, kw_only=True):
+class LabelScoreBody(RoutedBody, frozen=True, kw_only=True):
     """`POST /v1/score` in SGLang's format: the probability of each label as the next token."""
 
     query: str | list[TokenId]
@@ -50,10 +46,6 @@ class LabelScoreBody(Struct, frozen=True, kw_only=True):
     label_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     apply_softmax: Annotated[bool, Meta(description="over the labels")] | None = None
     item_first: bool | None = None
-    model: str | None = None
-    app: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

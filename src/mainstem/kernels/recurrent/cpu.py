@@ -182,6 +182,21 @@ def _of_rows(x: Tensor, batch: _RowDecodes, rows: LayerRows, totals: Tensor) -> 
     return (x @ keys.mT * weights) @ values
 
 
+def _of_states(
+    x: Tensor, logs: Tensor, segments: Segments, matrix: Tensor, rows: LayerRows
+) -> Iterator[tuple[_RowDecodes, Tensor, Tensor]]:
+    """Yield decodes that append a row, with the products of their vectors x [tokens, heads,
+    vectors, keys] with the state before them, and their decays from the base (`totals`)."""
+    use = segments.rows
+    assert use is not None
+    of_bases = _of_bases(use, x, segments.reads, matrix)
+    for batch in _row_decodes(segments):
+        totals = batch.totals(rows.sums, logs)
+        found = of_bases[batch.tokens] * totals.exp()[..., None, None]
+        found += _of_rows(x[batch.tokens], batch, rows, totals)
+        yield batch, found, totals
+
+
 class _PromptRows:
     """Writes the rows of a prompt's tokens, from row 0 of a slot on."""
 
@@ -343,7 +358,14 @@ def delta_rule(
         matrix.index_copy_(0, batch.writes, states)
     if segments.rows is not None:
         assert rows is not None
-        _delta_rows(q, k, v, logs, beta, segments, matrix, out, rows)
+        vectors = torch.stack((k, q), dim=2)[: segments.num_decodes].repeat_interleave(group, 1)
+        for row_batch, of_state, totals in _of_states(vectors, logs, segments, matrix, rows):
+            tokens = row_batch.tokens
+            from_keys, from_queries = of_state.unbind(2)
+            key, query = vectors[tokens].unbind(2)
+            u = (v[tokens] - from_keys) * beta[tokens][..., None]
+            out[tokens] = (from_queries + (key * query).sum(-1, keepdim=True) * u).to(out.dtype)
+            row_batch.append(rows, k[tokens], u, totals)
     for seq in _sequences(segments):
         state, prompt_rows = seq.state(matrix), _PromptRows(seq.row_slot)
         for tokens, slot in seq.parts():
@@ -354,34 +376,6 @@ def delta_rule(
             prompt_rows.append(rows, k[tokens], us, logs[tokens])
             if slot >= 0:
                 matrix[slot] = state
-
-
-def _delta_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logs: Tensor,
-    beta: Tensor,
-    segments: Segments,
-    matrix: Tensor,
-    out: Tensor,
-    rows: LayerRows,
-) -> None:
-    """Compute the decodes with rows; q and k are normalised."""
-    use = segments.rows
-    assert use is not None
-    vectors = torch.stack((k, q), dim=2)[: segments.num_decodes]
-    vectors = vectors.repeat_interleave(v.shape[1] // q.shape[1], 1)
-    of_bases = _of_bases(use, vectors, segments.reads, matrix)
-    for batch in _row_decodes(segments):
-        tokens, totals = batch.tokens, batch.totals(rows.sums, logs)
-        of_state = of_bases[tokens] * totals.exp()[..., None, None]
-        of_state += _of_rows(vectors[tokens], batch, rows, totals)
-        from_keys, from_queries = of_state.unbind(2)
-        key, query = vectors[tokens].unbind(2)
-        u = (v[tokens] - from_keys) * beta[tokens][..., None]
-        out[tokens] = (from_queries + (key * query).sum(-1, keepdim=True) * u).to(out.dtype)
-        batch.append(rows, k[tokens], u, totals)
 
 
 def _delta_tiles(
@@ -443,7 +437,14 @@ def mamba_scan(
         matrix.index_copy_(0, batch.writes, states)
     if segments.rows is not None:
         assert rows is not None
-        _mamba_rows(x, b, c, dt, logs, skip, segments, matrix, out, rows)
+        reads = c[: segments.num_decodes, :, None].float().repeat_interleave(group, 1)
+        for row_batch, of_state, totals in _of_states(reads, logs, segments, matrix, rows):
+            tokens = row_batch.tokens
+            keys, values = b[tokens].float(), x[tokens].float()
+            u = values * dt[tokens][..., None]
+            weights = (keys * c[tokens].float()).sum(-1, keepdim=True).repeat_interleave(group, 1)
+            out[tokens] = (of_state.squeeze(2) + weights * u + skip * values).to(out.dtype)
+            row_batch.append(rows, keys, u, totals)
     for seq in _sequences(segments):
         state, prompt_rows = seq.state(matrix), _PromptRows(seq.row_slot)
         for tokens, slot in seq.parts():
@@ -455,35 +456,6 @@ def mamba_scan(
             prompt_rows.append(rows, keys, values * dt[tokens][..., None], logs[tokens])
             if slot >= 0:
                 matrix[slot] = state
-
-
-def _mamba_rows(
-    x: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt: Tensor,
-    logs: Tensor,
-    skip: Tensor,
-    segments: Segments,
-    matrix: Tensor,
-    out: Tensor,
-    rows: LayerRows,
-) -> None:
-    """Compute the decodes with rows; dt is activated."""
-    use = segments.rows
-    assert use is not None
-    group = x.shape[1] // b.shape[1]
-    reads = c[: segments.num_decodes, :, None].float().repeat_interleave(group, 1)
-    of_bases = _of_bases(use, reads, segments.reads, matrix)
-    for batch in _row_decodes(segments):
-        tokens, totals = batch.tokens, batch.totals(rows.sums, logs)
-        of_state = of_bases[tokens] * totals.exp()[..., None, None]
-        of_state += _of_rows(reads[tokens], batch, rows, totals)
-        keys, values = b[tokens].float(), x[tokens].float()
-        u = values * dt[tokens][..., None]
-        weights = (keys * c[tokens].float()).sum(-1, keepdim=True).repeat_interleave(group, 1)
-        out[tokens] = (of_state.squeeze(2) + weights * u + skip * values).to(out.dtype)
-        batch.append(rows, keys, u, totals)
 
 
 def _mamba_tiles(

@@ -45,6 +45,11 @@ class Family:
     is_part: bool = False  # whether it is the text part of a multimodal model (multimodal.py)
 
 
+def part_of(family: Family, name: str, architecture: str) -> Family:
+    """The same for the text part of a multimodal model."""
+    return replace(family, name=name, architectures=(architecture,), is_part=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     vocab: int

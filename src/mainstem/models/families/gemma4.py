@@ -16,6 +16,7 @@ from mainstem.models.families.common import (
     layer_types,
     make_rope,
     make_spec,
+    part_of,
     read_activation,
     rms_norm,
 )
@@ -211,10 +212,4 @@ def _unused(types: list[str], num_shared: int) -> tuple[str, ...]:
 
 _NOTES = "two sizes of heads; some with experts, or with embeddings for each layer"
 GEMMA4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read, notes=_NOTES)
-GEMMA4_WITH_VISION = Family(
-    "Gemma 4, text part",
-    ("Gemma4ForConditionalGeneration",),
-    _read,
-    notes=_NOTES,
-    is_part=True,
-)
+GEMMA4_WITH_VISION = part_of(GEMMA4, "Gemma 4, text part", "Gemma4ForConditionalGeneration")

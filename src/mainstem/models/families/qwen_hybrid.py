@@ -15,6 +15,7 @@ from mainstem.models.families.common import (
     full_attention,
     gated_mlp,
     make_spec,
+    part_of,
     read_activation,
     read_rope,
     read_sizes,
@@ -133,18 +134,8 @@ def _experts(config: Config) -> ExpertsSpec:
 _NOTES = "gated delta rule in most layers; heads for several tokens are left out"
 QWEN3_NEXT = Family("Qwen3-Next", ("Qwen3NextForCausalLM",), _read_next, notes=_NOTES)
 QWEN35 = Family("Qwen 3.5, 3.6", ("Qwen3_5ForCausalLM",), _read_dense, notes=_NOTES)
-QWEN35_WITH_VISION = Family(
-    "Qwen 3.5, 3.6, text part",
-    ("Qwen3_5ForConditionalGeneration",),
-    _read_dense,
-    notes=_NOTES,
-    is_part=True,
-)
+QWEN35_WITH_VISION = part_of(QWEN35, "Qwen 3.5, 3.6, text part", "Qwen3_5ForConditionalGeneration")
 QWEN35_MOE = Family("Qwen 3.5, 3.6 MoE", ("Qwen3_5MoeForCausalLM",), _read_moe, notes=_NOTES)
-QWEN35_MOE_WITH_VISION = Family(
-    "Qwen 3.5, 3.6 MoE, text part",
-    ("Qwen3_5MoeForConditionalGeneration",),
-    _read_moe,
-    notes=_NOTES,
-    is_part=True,
+QWEN35_MOE_WITH_VISION = part_of(
+    QWEN35_MOE, "Qwen 3.5, 3.6 MoE, text part", "Qwen3_5MoeForConditionalGeneration"
 )

@@ -9,7 +9,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from mainstem.server.gateway import BatchService, Gateway
-from mainstem.server.http.auth import Tenant
+from mainstem.server.http.auth import owner_of
 from mainstem.server.http.body import read_json
 from mainstem.server.http.faults import ApiError, disk_is_needed, unavailable
 from mainstem.server.http.pages import page_of
@@ -51,7 +51,7 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> Response:
         """Store a file; it exists when the reply is sent."""
-        service, owner, limits = self._service, _owner(request), self._gateway.limits
+        service, owner, limits = self._service, owner_of(request), self._gateway.limits
         if self._gateway.is_draining:
             raise unavailable(SHUTTING_DOWN)
         async with service.room.for_file(owner, expected_bytes(request, limits)):
@@ -60,7 +60,7 @@ class BatchRoutes:
         return JSONResponse(self._shown(made))
 
     async def _receive(self, request: Request) -> StoredFile:
-        service, owner, limits = self._service, _owner(request), self._gateway.limits
+        service, owner, limits = self._service, owner_of(request), self._gateway.limits
         with service.files.writing(owner) as (file_id, path):
             form = await receive_form(request, path, limits)
             purpose = form.fields.get("purpose", b"").decode(errors="replace")
@@ -73,7 +73,7 @@ class BatchRoutes:
             return await asyncio.to_thread(put, owner, file_id, name, purpose, ttl_s)
 
     async def list_files(self, request: Request) -> Response:
-        files = await asyncio.to_thread(self._service.files.listed, _owner(request))
+        files = await asyncio.to_thread(self._service.files.listed, owner_of(request))
         purpose = request.query_params.get("purpose")
         shown = [item for item in files if not item.is_hidden]
         chosen = [item for item in shown if purpose in (None, item.purpose)]
@@ -84,13 +84,13 @@ class BatchRoutes:
 
     async def content(self, request: Request) -> Response:
         stored = await self._found_file(request)
-        path = self._service.files.path(_owner(request), stored.file_id)
+        path = self._service.files.path(owner_of(request), stored.file_id)
         headers = {"x-content-type-options": "nosniff"}
         return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
     async def delete_file(self, request: Request) -> Response:
         stored = await self._found_file(request)
-        await asyncio.to_thread(self._service.files.remove, _owner(request), stored.file_id)
+        await asyncio.to_thread(self._service.files.remove, owner_of(request), stored.file_id)
         return JSONResponse({"id": stored.file_id, "object": "file", "deleted": True})
 
     def _shown(self, stored: StoredFile) -> dict[str, object]:
@@ -100,7 +100,7 @@ class BatchRoutes:
         return await self._file_of(request, request.path_params["file_id"], 404)
 
     async def _file_of(self, request: Request, file_id: str, status: int) -> StoredFile:
-        found = await asyncio.to_thread(self._service.files.find, _owner(request), file_id)
+        found = await asyncio.to_thread(self._service.files.find, owner_of(request), file_id)
         if found is None or found.is_hidden:
             message = f"there is no file {file_id!r}"
             raise ApiError(status, message, "input_file_id", "file_not_found")
@@ -109,7 +109,7 @@ class BatchRoutes:
     # --- batches --------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> Response:
-        service, owner, limits = self._service, _owner(request), self._gateway.limits
+        service, owner, limits = self._service, owner_of(request), self._gateway.limits
         body = read_fields(await read_json(request, limits), BatchBody)
         stored = await self._file_of(request, body.input_file_id, 400)
         await service.room.for_batch(owner)
@@ -135,7 +135,7 @@ class BatchRoutes:
             )
 
     async def list_batches(self, request: Request) -> Response:
-        batches = self._service.batches.listed(_owner(request))
+        batches = self._service.batches.listed(owner_of(request))
         shown = [batch for batch in batches if not batch.is_of_messages]
         return page_of(request, [(batch.batch_id, batch.to_json()) for batch in shown])
 
@@ -147,7 +147,7 @@ class BatchRoutes:
 
     def _found_batch(self, request: Request) -> Batch:
         batch_id = request.path_params["batch_id"]
-        found = self._service.batches.find(_owner(request), batch_id)
+        found = self._service.batches.find(owner_of(request), batch_id)
         if found is None or found.is_of_messages:
             raise ApiError(404, f"there is no batch {batch_id!r}", "batch_id", "batch_not_found")
         return found
@@ -170,8 +170,3 @@ def _ttl_s(fields: Mapping[str, bytes]) -> int | None:
         message = f"expires_after: {error.message}"
         raise ApiError(400, message, "expires_after", "invalid_value") from None
     return read.seconds
-
-
-def _owner(request: Request) -> str:
-    tenant: Tenant = request.state.tenant
-    return tenant.owner

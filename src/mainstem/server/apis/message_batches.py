@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from mainstem.core.json import Json
 from mainstem.server.gateway import BatchService, Gateway
+from mainstem.server.http.auth import owner_of
 from mainstem.server.http.body import read_json
 from mainstem.server.http.faults import ApiError, disk_is_needed, unavailable
 from mainstem.server.http.pages import messages_page
@@ -52,7 +53,7 @@ class MessageBatchRoutes:
         return self._gateway.batch_service
 
     async def create(self, request: Request) -> Response:
-        service, owner, limits = self._service, _owner(request), self._gateway.limits
+        service, owner, limits = self._service, owner_of(request), self._gateway.limits
         if self._gateway.is_draining:
             raise unavailable(SHUTTING_DOWN)
         async with service.room.for_file(owner, expected_bytes(request, limits)):
@@ -81,7 +82,7 @@ class MessageBatchRoutes:
             raise
 
     async def list_batches(self, request: Request) -> Response:
-        batches = self._service.batches.listed(_owner(request))
+        batches = self._service.batches.listed(owner_of(request))
         shown = [batch for batch in batches if batch.is_of_messages]
         return messages_page(request, [(each.batch_id, _shown(request, each)) for each in shown])
 
@@ -119,7 +120,7 @@ class MessageBatchRoutes:
 
     def _found(self, request: Request) -> Batch:
         batch_id = request.path_params["batch_id"]
-        found = self._service.batches.find(_owner(request), batch_id)
+        found = self._service.batches.find(owner_of(request), batch_id)
         if found is None or not found.is_of_messages:
             raise ApiError(404, f"there is no message batch {batch_id!r:.80}", "batch_id")
         return found
@@ -160,8 +161,3 @@ def _counts(batch: Batch) -> dict[str, int]:
     left = "expired" if batch.status.value == "expired" else "canceled"
     num_left = batch.total - batch.completed - batch.failed
     return counts | {"succeeded": batch.completed, "errored": batch.failed, left: num_left}
-
-
-def _owner(request: Request) -> str:
-    owner: str = request.state.tenant.owner
-    return owner

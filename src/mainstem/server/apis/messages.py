@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mainstem.core.ids import unique_ids
-from mainstem.core.request import Overflow
 from mainstem.core.request import Request as EngineRequest
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Tenant
@@ -75,12 +74,8 @@ class MessagesRoutes:
     async def count(self, request: Request) -> Response:
         """Return how many tokens the prompt of a request has."""
         _, call, chat = await self._read(request, CountBody)
-        gateway, tenant = self._gateway, request.state.tenant
-        _, app = gateway.apps.resolve(call, gateway.model.names)
-        call = replace(call, overflow=Overflow.RECOMPUTE)  # the prompt may exceed the context
-        ids = await gateway.encode(call, [chat], app, None, tenant.page_salt(call.cache_salt))
-        gateway.check_lengths(call, ids)
-        return JSONResponse({"input_tokens": len(ids[0])})
+        count = await self._gateway.count(call, chat, request.state.tenant)
+        return JSONResponse({"input_tokens": count})
 
     async def _read(
         self, request: Request, kind: type[CountBody]

@@ -74,15 +74,12 @@ class ResponseRoutes:
         body = read_body(await read_json(request, gateway.limits))
         try:
             fields = chat_fields(body, self._conversation(tenant.owner, body)[0].messages)
-            call, prompts = gateway.parser.parse(fields, CallKind.CHAT)
-            call = replace(call, overflow=Overflow.RECOMPUTE)  # it may exceed the context
-            _, app = gateway.apps.resolve(call, gateway.model.names)
-            ids = await gateway.encode(call, prompts, app, None, tenant.page_salt(call.cache_salt))
-            gateway.check_lengths(call, ids)
+            call, (prompt,) = gateway.parser.parse(fields, CallKind.CHAT)
+            count = await gateway.count(call, prompt, tenant)
         except (ApiError, WireError) as error:
             _rename(error)
             raise
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids[0])})
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def compact(self, request: Request) -> Response:
         message = "conversations are not compacted; use truncation, or send a shorter input"

@@ -6,6 +6,8 @@ from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 
+from starlette.requests import Request
+
 from mainstem.core.errors import ConfigError
 from mainstem.server.http.faults import ApiError
 
@@ -32,6 +34,12 @@ class Tenant:
         """Return the salt of a request that has its own `cache_salt`. The result has a fixed
         length."""
         return sha256(self.salt + cache_salt).digest() if cache_salt else self.salt
+
+
+def owner_of(request: Request) -> str:
+    """See Tenant.owner."""
+    tenant: Tenant = request.state.tenant
+    return tenant.owner
 
 
 ANYBODY = Tenant("", b"")  # used if no keys are set: one tenant without a salt

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from mainstem.wire.fields import MAX_TOOLS, TOOL_NAME, Anything, Effort
+from mainstem.wire.fields import MAX_TOOLS, TOOL_NAME, Anything, DrawnBody, Effort
 
 # `(?!\n)`: in Python `$` also matches before a newline at the end of the text
 SESSION_ID = r"^[A-Za-z0-9_.:-]{1,128}(?!\n)$"
@@ -148,30 +148,17 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 # --- bodies --------------------------------------------------------------------------------------
 
 
-class AnswerBody(Struct, frozen=True, kw_only=True):
+class AnswerBody(DrawnBody, frozen=True, kw_only=True):
     """Fields that chats and completions have in common."""
 
-    model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
-    app: Annotated[str, Meta(description="name of a system prompt on the server")] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     # how tokens are chosen
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Meta(description="token id: bias")] | None = None
     # when an answer ends
-    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
@@ -185,9 +172,6 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     # how many of a prompt's last tokens are read; -1: as many as leave room for the answer
     truncate_prompt_tokens: int | None = None
-    # which pages the request shares, and when it runs
-    cache_salt: str | None = None
-    priority: Annotated[int, Meta(description="lower goes first")] | None = None
     session_id: Annotated[str, Meta(pattern=SESSION_ID)] | None = None
     context_overflow: Literal["error", "recompute", "kv", "important"] | None = None
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from mainstem.wire.fields import MAX_TOOLS, TOOL_NAME, Anything, Effort, Metadata
+from mainstem.wire.fields import MAX_TOOLS, TOOL_NAME, Anything, DrawnBody, Effort, Metadata
 
 Items = list[dict[str, Anything]]
 
@@ -124,7 +124,7 @@ class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Anything = None  # accepted, but without effect
 
 
-class ResponsesBody(Struct, frozen=True, kw_only=True):
+class ResponsesBody(DrawnBody, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
     input: Annotated[
@@ -134,18 +134,13 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
             "function_call, function_call_output, reasoning"
         ),
     ]
-    model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
-    app: Annotated[str, Meta(description="name of a system prompt on the server")] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # default: true
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Metadata | None = None
     user: str | None = None
-    # how tokens are chosen, and when the answer ends
-    temperature: float | None = None
-    top_p: float | None = None
+    # when the answer ends
     max_output_tokens: int | None = None
     truncation: Literal["auto", "disabled"] | None = None
     # what the answer looks like
@@ -158,15 +153,4 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     # accepted; nothing is encrypted
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    # fields of /v1/chat/completions that mean the same here
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    chat_template_kwargs: dict[str, Anything] | None = None
-    cache_salt: str | None = None
-    priority: Annotated[int, Meta(description="lower goes first")] | None = None
+    chat_template_kwargs: dict[str, Anything] | None = None  # as in /v1/chat/completions
