@@ -312,14 +312,9 @@ def main(args: list[str]) -> int:
     parser.add_argument("--case", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per case")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
-    parser.add_argument(
-        "--fp8", action="store_true", help="prompts over pages in fp8: expanded, direct, in 16 bits"
-    )
     chosen = parser.parse_args(args)
     require_card()
     bench = Bench()
-    if chosen.fp8:
-        return _compare_rounded(bench, chosen.case, chosen.page_size)
     status = 0
     cases = [replace(case, page_size=chosen.page_size) for case in kernel_cases()]
     cases = [case for case in cases if chosen.case is None or chosen.case in case.name]
@@ -337,19 +332,6 @@ def main(args: list[str]) -> int:
             line = prefill_line(bench, replace(case, page_size=chosen.page_size))
             status |= not line["is_within_bar"]
             show_case(line, chosen.json)
-    return status
-
-
-def _compare_rounded(bench: Bench, name: str | None, page_size: int) -> int:
-    """Print a JSON line for each step with prompts; returns 1 if results are wrong."""
-    from mainstem_bench.kernel_fp8 import rounded_cases, rounded_line  # noqa: PLC0415  # imports us
-
-    status = 0
-    for case in rounded_cases():
-        if name is None or name in case.name:
-            line = rounded_line(bench, replace(case, page_size=page_size))
-            status |= not line["is_right"]
-            print(json.dumps({**line, **fingerprint()}), flush=True)
     return status
 
 
