@@ -61,6 +61,10 @@ BENCHES = {
         "mainstem_bench.kernel",
         "span attention on a GPU, compared with its least possible time",
     ),
+    "kernel-fp8": (
+        "mainstem_bench.kernel_fp8",
+        "span attention of prompts on a GPU over pages in fp8, in two ways, and in 16 bits",
+    ),
     "recurrent": (
         "mainstem_bench.recurrent",
         "decodes of a recurrent layer on a GPU, with states that siblings share",

@@ -314,30 +314,12 @@ def main(args: list[str]) -> int:
     parser.add_argument("--case", default="", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per case")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
-    parser.add_argument(
-        "--fp8", action="store_true", help="prompts over pages in fp8: expanded, direct, in 16 bits"
-    )
     chosen = parser.parse_args(args)
     require_card()
-    if chosen.fp8:
-        return _compare_rounded(Bench(), chosen.case, chosen.page_size)
     status = 0
     for line in _lines(Bench(), chosen.case, chosen.page_size):
         status |= not line["is_within_bar"]
         show_case(line, chosen.json)
-    return status
-
-
-def _compare_rounded(bench: Bench, text: str, page_size: int) -> int:
-    """Print a JSON line for each step with prompts; returns 1 if results are wrong."""
-    from mainstem_bench.kernel_fp8 import rounded_cases, rounded_line  # noqa: PLC0415  # imports us
-
-    status = 0
-    for case in rounded_cases():
-        if text in case.name:
-            line = rounded_line(bench, replace(case, page_size=page_size))
-            status |= not line["is_right"]
-            print(json.dumps({**line, **fingerprint()}), flush=True)
     return status
 
 

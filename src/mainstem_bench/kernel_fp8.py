@@ -1,18 +1,20 @@
-"""`mainstem bench kernel --fp8`: steps with prompts over pages in fp8, read in two ways, beside the
+"""`mainstem bench kernel-fp8`: steps with prompts over pages in fp8, read in two ways, beside the
 same steps over 16-bit pages.
 
 Times are measured as in `kernel.py`. With fp8 pages they leave out each token's own page, which
 another kernel reads in 16 bits (`own_page_us`).
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mainstem.cli.parser import Parser
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention.expanded import (
     EXPANDED_BYTES,
@@ -26,7 +28,7 @@ from mainstem.kernels.memory.expand import expand_rounded_pages
 from mainstem.kernels.memory.record_size import SCALE_BYTES
 from mainstem.kernels.memory.records import MOST
 from mainstem.runner.gpu_rounded import before_own_pages
-from mainstem_bench.kernel import DTYPE, TOLERANCE, Bench, error_of
+from mainstem_bench.kernel import DTYPE, TOLERANCE, Bench, error_of, fingerprint, require_card
 from mainstem_bench.workloads import AttentionCase, Run, mixed_cases, prefill_cases
 
 Pair = tuple[Tensor, Tensor]
@@ -163,3 +165,19 @@ def _graph_us(bench: Bench, call: Callable[[], object]) -> float:
     with torch.cuda.graph(graph):
         call()
     return round(bench.time_us(graph.replay), 1)
+
+
+def main(args: list[str]) -> int:
+    """Print a JSON line for each step; returns 1 if a result is wrong."""
+    parser = Parser(prog="mainstem bench kernel-fp8")
+    parser.add_argument("--case", default="", help="only the cases whose name contains this")
+    parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
+    chosen = parser.parse_args(args)
+    require_card()
+    bench, status = Bench(), 0
+    for case in rounded_cases():
+        if chosen.case in case.name:
+            line = rounded_line(bench, replace(case, page_size=chosen.page_size))
+            status |= not line["is_right"]
+            print(json.dumps({**line, **fingerprint()}), flush=True)
+    return status

@@ -13,7 +13,7 @@ import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits
-from mainstem.kernels.attention import layout, ops
+from mainstem.kernels.attention import layout, ops, tuning
 from mainstem.kernels.attention import plan as plans
 from mainstem.kernels.attention.cutting import ways_to_cut
 from mainstem.kernels.attention.ops import HEAD_DIMS
@@ -27,6 +27,7 @@ from mainstem.kernels.attention.tuning import (
     TUNED_CARD,
     Tiles,
     choose_tiles,
+    expands_rounded,
 )
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.attention.window import clip_spans
@@ -522,6 +523,24 @@ def test_hoppers_own_kernels_are_chosen_for_what_they_support(
     for head_dim in (64, 80, 96, 128):
         assert choose_tiles(card, half, head_dim, can_split=False) is HOPPER
     assert choose_tiles(card, half, 256, can_split=False) is HOPPER_WIDE_HEADS
+
+
+def test_rounded_pages_are_expanded_only_where_hoppers_kernels_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By default nowhere, until it has run on a card."""
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    card, half = torch.device("cuda"), torch.bfloat16
+    assert not any(expands_rounded(card, half, head_dim) for head_dim in HEAD_DIMS)
+    monkeypatch.setattr(tuning, "EXPANDS_ROUNDED", True)
+    found = [head_dim for head_dim in HEAD_DIMS if expands_rounded(card, half, head_dim)]
+    assert found == list(SPLIT_TILES)
+    assert not expands_rounded(card, torch.float32, 128)
+    assert not expands_rounded(torch.device("cpu"), half, 128)
+    capability = (8, 9)
+    assert not expands_rounded(card, half, 128)
 
 
 def test_wide_heads_have_their_own_tiles_without_hoppers_kernels(

@@ -12,16 +12,19 @@ from mainstem.core.config import CacheConfig, EngineConfig, KvDType, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus, SequencePreempted
 from mainstem.core.ids import RequestId
-from mainstem.core.step import PageWeighing, Runner, Step
+from mainstem.core.step import PageWeighing, Runner, Spans, Step
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
+from mainstem.kernels.attention.plan import Launches
 from mainstem.kv.store import KVStore
+from mainstem.models.block import Gate
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.gpu_rounded import OpenPlaces, Pair, RoundedGpuPages, num_open_places
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB, a_request
 from tests.fakes import FakeRunner
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
+from tests.runner.recorded_graphs import Recorder
 from tests.runner.steps import Seq, Work, a_step, run
 from tests.runner.test_rounded_pages import Answer, ask, distance, rounded
 
@@ -103,6 +106,43 @@ def test_answers_are_the_same_if_pages_are_expanded(
     assert distance(ask(gpu_engine, prompts(), 2), right) < NEAR
     assert distance(ask(gpu_engine, prompts()[:1], 2), right[:1]) < NEAR
     assert max(calls) > 0
+
+
+@interpreted
+def test_steps_in_graphs_expand_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes are replayed, over pages in fp8; prompts are not."""
+    from mainstem.kernels.attention.expanded import ExpandingAttention  # noqa: PLC0415
+    from mainstem.runner import gpu, gpu_attention, graphs  # noqa: PLC0415
+
+    monkeypatch.setattr(gpu_attention, "expands_rounded", lambda *_: True)
+    monkeypatch.setattr(gpu_attention, "EXPANDED_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu, "EXPAND_ROWS", 0.0)  # all other steps
+    (runner, gpu_engine), (_, cpu_engine) = runners("GraniteForCausalLM")
+    assert isinstance(runner, gpu.GpuRunner)
+    right = ask(cpu_engine, prompts(), 3)
+    recorded = Recorder(monkeypatch).wrap(runner._pieces)
+    kinds, layers = runner._attention.kinds_of_steps, runner.decoder.spec.page_layers
+    with torch.inference_mode():
+        captured = graphs.StepGraphs((1, 4), kinds, recorded, layers, has_states=False)
+    runner._graphs = captured
+    [attention] = runner._attention._spans._kinds.values()
+    assert isinstance(attention, ExpandingAttention)
+    planned: list[tuple[bool, bool]] = []  # whether it expands; whether it is replayed
+
+    def plan(spans: Spans, expand_rows: float) -> Launches:
+        launches = real(spans, expand_rows)
+        planned.append((attention.is_expanding, False))
+        return launches
+
+    def replay(size: int, launches: Launches, gate: Gate) -> None:
+        planned[-1] = (attention.is_expanding, True)
+        real_replay(size, launches, gate)
+
+    real, real_replay = attention.plan, captured.replay
+    monkeypatch.setattr(attention, "plan", plan)
+    monkeypatch.setattr(captured, "replay", replay)
+    assert distance(ask(gpu_engine, prompts(), 3), right) < NEAR
+    assert set(planned) == {(True, False), (False, True)}
 
 
 @interpreted
