@@ -4,9 +4,11 @@ Speeds of the paper's A100s follow from their data sheet: 60 % of the 16-bit rat
 360 ms for 2,000 tokens of LLaMA-65B on four cards agree), 80 % of the bandwidth for decoding.
 
 Requests arrive in virtual time, up to 24 run at once, and the policy knows only requests that have
-come. Loads take the link's and the disk's time, one after another; they overlap the steps of other
-requests, but not the request's own prefill. Saving is free: it has the other direction of the link.
-Whether the engine agrees with this simulation has not been measured.
+come. A step has a token of each answer and up to 2,048 tokens of prompts. Loads take the link's and
+the disk's time, one after another; they overlap the steps of other requests, but not the request's
+own prefill. Saving is free: it has the other direction of the link. The simulation agrees with the
+engine's scheduler in virtual time (`mainstem bench agree --virtual`); the engine on a card has not
+been compared.
 """
 
 from collections.abc import Iterator, Sequence
