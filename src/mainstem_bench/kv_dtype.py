@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
             "perplexity": round(math.exp(plain.mean()), 4),
             "perplexity_fp8": round(math.exp(rounded.mean()), 4),
             "change": round(math.expm1(differences.mean()), 5),
-            # of the mean over tokens
+            # of the mean over tokens of the change's logarithm
             "standard_error": round(differences.std(ddof=1) / math.sqrt(len(plain)), 5),
             "load_before": load,
         }
