@@ -410,6 +410,23 @@ def test_a_declared_scale_that_is_missing_is_named(tmp_path: Path) -> None:
         load_cpu_runner(folder_origin(tmp_path), config)
 
 
+@pytest.mark.parametrize(("part", "is_refused"), [("k", True), ("q", False), ("v", False)])
+def test_large_biases_of_keys_are_refused(part: str, is_refused: bool, tmp_path: Path) -> None:
+    """As in Qwen2.5: fp8 would round them by up to a 16th of their size."""
+    make_checkpoint("qwen2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.layers.1.self_attn.{part}_proj.bias"][5] = -300.0
+    save_file(tensors, file)
+    config = EngineConfig(cache=CacheConfig(kv_tokens=64))
+    load_cpu_runner(folder_origin(tmp_path), config)
+    if not is_refused:
+        load_cpu_runner(folder_origin(tmp_path), rounded(config))
+        return
+    with pytest.raises(ConfigError, match=r"its keys have biases of up to 300"):
+        load_cpu_runner(folder_origin(tmp_path), rounded(config))
+
+
 def declare_fp8_kv(folder: Path, scales: dict[str, float]) -> None:
     """Add a scheme and scales to a checkpoint whose weights are plain."""
     file = folder / "model.safetensors"

@@ -157,6 +157,7 @@ class TensorReader:
         self._names = spec.names
         self._unpacked: list[str] = []  # products that could not stay packed
         self.part = part_of(spec, shard)
+        self.largest_key_bias = 0.0  # of the layers read so far; 0 if keys have norms
 
     def embedding(self) -> Tensor:
         """[vocab, hidden]. A rank has only the rows of its own tokens, padded with zeros to
@@ -481,6 +482,10 @@ class TensorReader:
         names = [prefix + name for name in self._names.qkv]
         rows = qkv_rows(spec, layer, self._cut, names)
         product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
+        if product.bias is not None and spec.qk_norm is QkNorm.NONE:
+            first, num_keys = self.part.num_heads * dim, self.part.kv_shape(attention).heads * dim
+            largest = product.bias[first : first + num_keys].abs().max()
+            self.largest_key_bias = max(self.largest_key_bias, float(largest))
         if attention.has_gate:
             product = product.rows_at(gates_last(self.part))
         if rope is not None and rope.has_adjacent_pairs:

@@ -67,7 +67,8 @@ def load_cpu_runner(
     else:
         is_packed = pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
     part = decoder.spec
-    is_rounded = rounds_pages(cache, spec, DType(str(dtype).removeprefix("torch.")))
+    compute = DType(str(dtype).removeprefix("torch."))
+    is_rounded = rounds_pages(cache, spec, compute, decoder.largest_key_bias)
     memory = _divide(part, config, ranks, dtype, context, available, num_parts, is_rounded)
     kv, num_open = memory.kv, memory.num_open
     scales = _kv_scales(origin, decoder, cache) if is_rounded else None

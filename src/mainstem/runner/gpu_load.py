@@ -10,7 +10,7 @@ from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits
 from mainstem.kernels.dense.fp8 import has_fp8
 from mainstem.kernels.recurrent import gpu as recurrent_kernels
 from mainstem.models.collectives import ALONE, Collectives, smallest
-from mainstem.models.gpu.decoder import load_gpu_decoder
+from mainstem.models.gpu.decoder import GpuDecoder, load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
@@ -77,7 +77,7 @@ def load_gpu_runner(
     )
     deterministic_keys = DETERMINISTIC_KEYS if model.deterministic else None
     limits = _limits(max_tokens, context if model.deterministic else None)
-    is_rounded = _rounds_pages(config, spec, dtype, device)
+    is_rounded = _rounds_pages(config, decoder, dtype, device)
     settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys, is_rounded)
     spans = LayerSpans(part, settings)
     costs = KvCosts.of(part, ROUNDED_BYTES if is_rounded else dtype.itemsize)
@@ -164,11 +164,12 @@ def load_gpu_runner(
 
 
 def _rounds_pages(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, decoder: GpuDecoder, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether full pages are rounded: only if `kv_dtype` says so, since scales of checkpoints are
     read on CPUs only."""
-    wanted = rounds_pages(config.cache, spec, DType(str(dtype).removeprefix("torch.")))
+    compute = DType(str(dtype).removeprefix("torch."))
+    wanted = rounds_pages(config.cache, decoder.spec, compute, decoder.largest_key_bias)
     if config.cache.kv_dtype is not KvDType.FP8 or not wanted:
         return False
     if not has_fp8(device):
