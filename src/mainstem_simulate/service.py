@@ -52,7 +52,7 @@ class Batching:
     max_running: int
     weights_s: float  # to read the weights once
     token_s: float  # to read the K and V of one token
-    chunk_tokens: int = 2048  # at most so many in a step
+    chunk_tokens: int = 2048  # most tokens of a step
     shares_device: bool = False  # running requests take their room from the cache on the device
 
     def step_s(self, context_tokens: int) -> float:
