@@ -78,9 +78,9 @@ def main(argv: list[str]) -> int:
 
 def read_windows(tokenizer: Tokenizer, file: Path, window: int, count: int) -> Int32s:
     """The tokens of `count` windows, one after the other."""
-    opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8") as stream:
-        ids = tokenizer.encode(stream.read(), add_special_tokens=False).ids
+    stored = file.read_bytes()
+    text = (gzip.decompress(stored) if file.suffix == ".gz" else stored).decode()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
     before = tokenizer.encode("").ids
     own = window - len(before)
     first = len(ids) // 4
