@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "map_table": "core plan text wire batch tables llm",
     "ray": "core plan checkpoints text wire batch tables server llm vllm_names map_table",
     "cli": "core plan kv checkpoints text wire batch tables server llm models runner ray",
-    "mainstem_simulate": "core kv runner checkpoints ray cli",
+    "mainstem_simulate": "core kv sched runner checkpoints ray cli",
 }
 # these join the packages; `mainstem.LLM` is imported when it is first used
 MAIN = {"__init__", "__main__"}
