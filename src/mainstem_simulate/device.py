@@ -43,10 +43,8 @@ class Device:
         num_held = len(self._users) + sum(page not in self._users for page in request.keys[:found])
         likely, page_tokens = self._lengths.likely, self._page_tokens
         running = self._held.values()
-        remaining = [
-            min(max(likely - each.num_output, page_tokens), each.output_tokens - each.num_output)
-            for each in running
-        ]
+        left = [(each.num_output, each.output_tokens - each.num_output) for each in running]
+        remaining = [max(0, min(max(likely - so_far, page_tokens), most)) for so_far, most in left]
         own = [each.num_own for each in running]
         outlook = Outlook.of(np.array(remaining, np.int32), np.array(own, np.float32), page_tokens)
         num_new = request.input_tokens // page_tokens + 1 - found
