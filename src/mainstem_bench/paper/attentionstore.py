@@ -18,8 +18,9 @@ SIMULATED = (
     "LLaMA-65B in 16 bits leaves no room for KV on one H200. At most 24 requests run at once; "
     "loads take the time of one link of 26 GB/s and a disk of 5 GB/s and overlap only the steps of "
     "other requests; the policy knows the requests that wait, and no turn that has not come. "
-    "Saving is free. The simulation agrees with the engine's scheduler in virtual time (`mainstem "
-    "bench agree --virtual`), and has not been compared with the engine on a card. 5,671 "
+    "Saving is free. Its batches agree with the engine's scheduler in virtual time (`mainstem "
+    "bench agree --virtual`, without host memory and disk); loads have not been compared, and "
+    "nothing with the engine on a card. 5,671 "
     "conversations instead of 9,000, and shorter ones (Fig. 2); the time between turns is that of "
     "people in a chat, which the paper does not give"
 )
