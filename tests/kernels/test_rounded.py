@@ -20,6 +20,7 @@ require_interpreter()
 from mainstem.kernels.attention.expanded import NEVER, ExpandingAttention, numbered  # noqa: E402
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention  # noqa: E402
 from mainstem.kernels.attention.triton.open_pages import attend_open_pages  # noqa: E402
+from mainstem.kernels.memory.expand import expand_rounded_pages  # noqa: E402
 from mainstem.kernels.memory.round import round_open_pages  # noqa: E402
 
 NUM_PAGES = 20
@@ -90,6 +91,19 @@ def test_only_pages_that_are_full_now_are_rounded() -> None:
     round_open_pages(*opened, pages.numbers, pages.scales, slots, targets)
     changed = (pages.expanded != before).flatten(2).any(2)
     assert changed.nonzero().tolist() == [[0, 9], [1, 9]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
+def test_pages_that_were_never_rounded_are_finite_when_expanded() -> None:
+    """Whatever their memory held: scales that are no numbers, or too large for 16 bits."""
+    pages = Pages(Case())
+    ids, shape = torch.arange(4, dtype=torch.int32), (2, 4, *pages.numbers[0].shape[1:])
+    pages.scales[0][:3, 0] = torch.tensor([float("nan"), float("inf"), 1e4])
+    right = pages.expanded[:, :4].half()
+    out = torch.full(shape, float("nan"), dtype=torch.float16)
+    expand_rounded_pages(pages.numbers, pages.scales, ids, 4, out)
+    assert torch.equal(out, torch.where(right.isfinite(), right, 0.0))
+    assert out[0, :2, 0].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("is_expanded", [False, True], ids=["direct", "expanded"])

@@ -13,7 +13,7 @@ import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits
-from mainstem.kernels.attention import layout, ops, tuning
+from mainstem.kernels.attention import layout, ops
 from mainstem.kernels.attention import plan as plans
 from mainstem.kernels.attention.cutting import ways_to_cut
 from mainstem.kernels.attention.ops import HEAD_DIMS
@@ -528,13 +528,10 @@ def test_hoppers_own_kernels_are_chosen_for_what_they_support(
 def test_rounded_pages_are_expanded_only_where_hoppers_kernels_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By default nowhere, until it has run on a card."""
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     card, half = torch.device("cuda"), torch.bfloat16
-    assert not any(expands_rounded(card, half, head_dim) for head_dim in HEAD_DIMS)
-    monkeypatch.setattr(tuning, "EXPANDS_ROUNDED", True)
     found = [head_dim for head_dim in HEAD_DIMS if expands_rounded(card, half, head_dim)]
     assert found == list(SPLIT_TILES)
     assert not expands_rounded(card, torch.float32, 128)

@@ -107,9 +107,6 @@ SPLIT_TILES = {  # by head_dim
     128: HOPPER_SPLIT,
     256: _wide(_split(256, 2, 0.0310, 0.0175)),
 }
-# Whether prompts over rounded pages run in Hopper's own kernels (`expanded.py`). Off, because this
-# was compiled for sm_90 and has not yet run on a card.
-EXPANDS_ROUNDED = False
 TUNED_CARD = "NVIDIA H200"  # the paces of split tiles were measured on it
 MOST_TUNED_DIM = 128
 MOST_WIDE_DIM = 256
@@ -167,8 +164,8 @@ def choose_tiles(
 
 
 def expands_rounded(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether rounded pages may be expanded for Hopper's own kernels."""
-    if not EXPANDS_ROUNDED or dtype == torch.float32 or head_dim not in SPLIT_TILES:
+    """Whether prompts over rounded pages may run in Hopper's own kernels (`expanded.py`)."""
+    if dtype == torch.float32 or head_dim not in SPLIT_TILES:
         return False
     return device.type != "cpu" and _is_hopper(device)
 

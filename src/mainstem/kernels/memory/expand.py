@@ -3,6 +3,7 @@
 """Expands rounded pages to the compute dtype, for kernels that do not read fp8; on a CPU
 `records.py` does it."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,10 +16,11 @@ NUM_PROGRAMS = 1056  # eight for each of an H200's multiprocessors
 def _expand_pages_kernel(
     out_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, pages_ptr, num_pages,
     stride_page, stride_scales, stride_half,
-    KV_HEADS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, COUNT: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """An item is K or V of one head of a page, COUNT numbers; each of n programs takes every n-th
-    item."""
+    item. What is not finite becomes 0: no row sees a page that was never rounded, but attention
+    multiplies it by weights of 0."""
     for item in range(tl.program_id(0), num_pages * (2 * KV_HEADS), tl.num_programs(0)):
         place = item // (2 * KV_HEADS)
         half = (item // KV_HEADS) % 2
@@ -37,6 +39,7 @@ def _expand_pages_kernel(
             lanes = first + tl.arange(0, BLOCK)
             codes = tl.load(source_ptr + lanes, mask=lanes < COUNT, other=0.0)
             numbers = codes.to(tl.float32) * scale
+            numbers = tl.where(tl.abs(numbers) <= LARGEST, numbers, 0.0)
             out_ptrs = out_ptr + target + lanes
             tl.store(out_ptrs, numbers.to(out_ptr.dtype.element_ty), mask=lanes < COUNT)
 
@@ -59,5 +62,6 @@ def expand_rounded_pages(
     _expand_pages_kernel[(programs,)](
         out, *numbers, *scales, pages, num_pages,
         numbers[0].stride(0), scales[0].stride(0), out.stride(0),
-        KV_HEADS=kv_heads, COUNT=page_size * dim, BLOCK=BLOCK, num_warps=4,
+        KV_HEADS=kv_heads, COUNT=page_size * dim, LARGEST=torch.finfo(out.dtype).max, BLOCK=BLOCK,
+        num_warps=4,
     )  # fmt: skip
