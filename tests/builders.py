@@ -64,12 +64,13 @@ def an_engine(
     window: int | None = None,
     num_parts: int = 0,
     num_rows: int = 0,
+    rows_per_state: int = 2,
 ) -> Engine:
     """An engine over FakeRunner. With a `window`, pages have `num_parts` windowed parts. With
-    `num_rows`, a state slot has room for two sequences' rows of as many tokens."""
+    `num_rows`, a state slot has room for `rows_per_state` sequences' rows of as many tokens."""
     bus = bus or EventBus()
     parts = None if window is None else WindowParts(num_pages, num_parts, window, page_size)
-    per_state = 2 if num_rows else 0
+    per_state = rows_per_state if num_rows else 0
     store = KVStore(
         num_pages,
         page_size,

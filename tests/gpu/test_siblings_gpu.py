@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
     rng = np.random.default_rng(0)
 
     def some(count: int) -> list[int]:
-        return rng.integers(3, 500, count).tolist()
+        return [int(each) for each in rng.integers(3, 500, count)]
 
     groups = [some(STEM) for _ in range(GROUPS)]
     counts = [int(rng.integers(1, 40)) for _ in range(SIBLINGS)]

@@ -18,16 +18,26 @@ from tests.runner.steps import num_folds, num_with_rows
 PAGE, SHARED = 16, 72  # prompts part in the middle of a page
 
 
-def a_runner(num_states: int, *, can_overlap: bool = True) -> FakeRunner:
-    return FakeRunner(4096, PAGE, VOCAB, can_overlap, num_states, row_slots_per_state=2)
+def a_runner(num_states: int, *, can_overlap: bool = True, per_state: int = 2) -> FakeRunner:
+    return FakeRunner(4096, PAGE, VOCAB, can_overlap, num_states, row_slots_per_state=per_state)
 
 
 def an_engine_with_rows(
-    runner: FakeRunner, num_states: int, num_rows: int = 32, bus: EventBus | None = None
+    runner: FakeRunner,
+    num_states: int,
+    num_rows: int = 32,
+    bus: EventBus | None = None,
+    per_state: int = 2,
 ) -> Engine:
-    config = SchedConfig(chunk_tokens=4096)
     return an_engine(
-        4096, PAGE, config, runner=runner, num_states=num_states, num_rows=num_rows, bus=bus
+        4096,
+        PAGE,
+        SchedConfig(chunk_tokens=4096),
+        runner=runner,
+        num_states=num_states,
+        num_rows=num_rows,
+        bus=bus,
+        rows_per_state=per_state,
     )
 
 
@@ -79,6 +89,23 @@ def test_long_answers_fold_once_and_go_on_with_a_state_of_their_own() -> None:
     check_answers(engine, prompts, 70)
     assert num_folds(runner.steps) == 2 * 3
     assert most_with_rows(runner.steps[-1:]) == 0
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+def test_if_rows_take_the_slot_of_a_state_folds_hand_their_slots_on(can_overlap: bool) -> None:
+    """Sixteen siblings fill their rows at the same time, and two slots are left for that."""
+    counters = Counters().attach(bus := EventBus())
+    runner = a_runner(19, can_overlap=can_overlap, per_state=1)
+    engine = an_engine_with_rows(runner, 19, bus=bus, per_state=1)
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, VOCAB, SHARED).tolist()
+    run_all(engine, [a_request(stem, 1, name="first")])  # its state is kept
+    prompts = [[*stem, number, *rng.integers(0, VOCAB, 4).tolist()] for number in range(16)]
+    check_answers(engine, prompts, 40)
+    assert most_with_rows(runner.steps) == num_folds(runner.steps) == 16
+    folding = [step for step in runner.steps if num_folds([step])]
+    assert max(num_folds([step]) for step in folding) == 2
+    assert counters.preemptions == 0
 
 
 def test_more_sequences_with_rows_run_than_there_are_slots_for_states() -> None:

@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         truncation_ratio=st.sampled_from([0.2, 0.5, 0.8]),
         num_states=st.sampled_from([0, 0, 1, 2, 3, 4, 16]),
         num_rows=st.sampled_from([0, 2, 3, 5, 9]),
+        rows_per_state=st.sampled_from([1, 2]),
         window=st.sampled_from([None, 1, 2, 3, 5, 9]),
         spare_parts=st.integers(0, 12),
     )
@@ -51,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         truncation_ratio: float,
         num_states: int,
         num_rows: int,
+        rows_per_state: int,
         window: int | None,
         spare_parts: int,
     ) -> None:
@@ -71,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len,
             num_states=num_states,
             num_rows=num_rows,
+            rows_per_state=rows_per_state,
             window=window,
             num_parts=num_parts,
         )

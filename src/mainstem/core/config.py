@@ -274,8 +274,8 @@ class SchedConfig:
     siblings: Siblings = setting(
         Siblings.AUTO,
         "whether sequences that start from one state of recurrent layers read it together, and "
-        "keep only rows of their own tokens; needs share=reads. auto: on a CPU. On a GPU its "
-        "kernels have been tested and measured, but not yet a whole engine with them",
+        "keep only rows of their own tokens; needs share=reads. auto: on a CPU. On a GPU no whole "
+        "job has gained from it yet",
     )
     max_model_len: int | None = setting(
         None, "context window", unset="the model's own", range=at_least(2)

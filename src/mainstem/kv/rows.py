@@ -21,9 +21,8 @@ class RowSlots:
 
     def __init__(self, states: StateStore, per_state: int, num_rows: int) -> None:
         """A state slot holds `per_state` row slots, of `num_rows` tokens each."""
-        self.num_rows = num_rows
+        self.num_rows, self.per_state = num_rows, per_state
         self._states = states
-        self._per_state = per_state
         self._free: dict[int, list[int]] = {}  # of each state slot with rows: its free row slots
 
     @property
@@ -39,16 +38,16 @@ class RowSlots:
             return min(places, key=len).pop()
         if (state := self._states.take()) is None:
             return None
-        first = state * self._per_state
-        self._free[state] = list(range(first + self._per_state - 1, first, -1))
+        first = state * self.per_state
+        self._free[state] = list(range(first + self.per_state - 1, first, -1))
         return first
 
     def give_back(self, slot: int) -> None:
         """A sequence does not need its rows any more."""
-        state = slot // self._per_state
+        state = slot // self.per_state
         free = self._free[state]
         free.append(slot)
-        if len(free) == self._per_state:
+        if len(free) == self.per_state:
             del self._free[state]
             self._states.give_back(state)
 
@@ -59,7 +58,7 @@ class RowSlots:
     def check(self) -> None:
         """Raise if a row slot is free twice, or of a state slot that is used otherwise."""
         for state, free in self._free.items():
-            assert len(set(free)) == len(free) < self._per_state, "a row slot was lost"
-            assert all(slot // self._per_state == state for slot in free), "a foreign row slot"
+            assert len(set(free)) == len(free) < self.per_state, "a row slot was lost"
+            assert all(slot // self.per_state == state for slot in free), "a foreign row slot"
             assert not self._states.is_kept(state), "rows are in a kept state"
             assert not self._states.is_free(state), "rows are in a free slot"

@@ -55,9 +55,10 @@ class StatePlace:
         """Whether the chain of `other` passes this place first."""
         if self.num_tokens >= other.num_tokens:
             return False
-        if other.chain.parent_of_rest(self.num_tokens) != self.parent:
+        chain, depth = other.chain, self.num_tokens // other.chain.page_size
+        if depth and not chain.branches and chain.keys[depth - 1] != self.parent:
             return False  # nearly always: `keep` asks for many others
-        return StatePlace.of(other.chain, self.num_tokens) == self
+        return StatePlace.of(chain, self.num_tokens) == self
 
     def name(self) -> PageKey:
         """What sequences wait for: no page has this key."""

@@ -67,10 +67,10 @@ class RoomMaker:
             ready &= table.total.take(running) < table.max_total.take(running)
             ready &= ~(table.is_sync.take(running) & (table.pending.take(running) > 0))
             decodes = self._size.choose(running[ready], table.last_step)
-            num_places = table.num_pages.take(decodes) * page_size
-            full = decodes[table.computed.take(decodes) >= num_places]
             try:
-                self._running.plan_folds(decodes)
+                decodes = self._running.plan_folds(decodes)
+                num_places = table.num_pages.take(decodes) * page_size
+                full = decodes[table.computed.take(decodes) >= num_places]
                 if len(full):
                     self._running.add_pages(full)
                 return decodes

@@ -114,10 +114,12 @@ class RunningSet:
         self.slots = np.append(self.slots, np.int32(slot))
         return slot
 
-    def plan_folds(self, decodes: Int32s) -> None:
-        """Give a state slot to each decode that needs one now; raises OutOfStates."""
-        if self.states is not None and self.states.rows is not None:
-            self.states.rows.plan_folds(decodes)
+    def plan_folds(self, decodes: Int32s) -> Int32s:
+        """Give state slots to decodes that need one now, and return those that may decode; raises
+        OutOfStates."""
+        if self.states is None or self.states.rows is None:
+            return decodes
+        return self.states.rows.plan_folds(decodes)
 
     def add_pages(self, slots: Int32s) -> None:
         """Take a page for each of these slots; raises OutOfPages, and takes none."""

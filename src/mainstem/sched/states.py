@@ -152,7 +152,7 @@ class SequenceStates:
 
     def _has_room(self) -> bool:
         """Whether there is a slot for a state besides those that folds will need."""
-        return self._states.has_room(1 + (0 if self.rows is None else self.rows.num_to_fold))
+        return self._states.has_room(1 + (0 if self.rows is None else self.rows.num_kept))
 
     def start(
         self,
@@ -316,7 +316,7 @@ class SequenceStates:
             return
         for chunk in chunks:
             if self.rows.has(chunk.slot) and self._table.sequence(chunk.slot) in self._cuts:
-                if not self._states.has_room(1 + self.rows.num_others_to_fold(chunk.slot)):
+                if not self._states.has_room(1 + self.rows.num_kept_besides(chunk.slot)):
                     continue
                 if (own := self._states.take()) is not None:
                     self._table.state_own[chunk.slot] = own
