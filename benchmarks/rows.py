@@ -122,7 +122,7 @@ def _model_job(shape: str, form: str, what: str, options: str = "") -> Row:
         ),
         value="{requests_per_s:.1f} ({requests:,} requests)",
         hardware="H200",
-        command=f"{command} {options}".rstrip(),
+        command=f"{command} {options}",
     )
 
 
@@ -194,6 +194,36 @@ ROWS = [
         value="{contexts_per_s:.1f}",
         hardware="H200",
         command="mainstem bench score",
+    ),
+    *(
+        Row(
+            what=f"{what}, requests/s (of the card's limit)",
+            file="hybrids-h200.jsonl",
+            ours=_is(workload=workload, model_shape=shape),
+            value="{requests_per_s:.1f} ({share_of_limit:.0%})",
+            hardware="H200",
+            command=f"mainstem bench offline --workload {workload} --model-shape {shape} {options}",
+        )
+        for workload, shape, what, options in (
+            (
+                "b2000-sd16",
+                "qwen36-35b-a3b",
+                "Qwen3.6-35B-A3B, 16 requests to each of 40 documents",
+                "--groups 40 --kv-tokens 450000 --states 780",
+            ),
+            (
+                "b2000-sd16",
+                "qwen36-27b",
+                "Qwen3.6-27B, 16 requests to each of 15 documents",
+                "--groups 15 --kv-tokens 440000 --states 200 --siblings on",
+            ),
+            (
+                "classify",
+                "qwen36-35b-a3b",
+                "Qwen3.6-35B-A3B, labels for 4,000 short rows after one instruction",
+                "--siblings off",
+            ),
+        )
     ),
     _turn(2, "24 conversations of 2,000 tokens come back at once, time to the first token"),
     _turn(3),
