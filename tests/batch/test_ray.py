@@ -43,7 +43,7 @@ pytestmark = [
 ]
 ON_RAY = ["--ray", "--ray-workers", "2"]
 ROWS_PER_KILL = 100
-START_S = 500.0  # limit for actors to start
+START_S = 1500.0  # limit for actors to start
 
 
 class Pace:

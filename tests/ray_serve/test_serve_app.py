@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 UP = ["up", "up"]
+START_S = 600.0  # limit for the proxies to start
 LONG = 1500  # tokens; the answer still runs when its replica is killed
 
 
@@ -95,7 +96,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "admin_key_file": str(folder / "admin"),
         "num_cpus": 0.5,
     }
-    port = _free_port()
+    port, patch = _free_port(), pytest.MonkeyPatch()
+    for name in ("api", "client"):  # Ray's limit is 60 s, whatever the machine
+        patch.setattr(f"ray.serve._private.{name}.HTTP_PROXY_TIMEOUT", START_S, raising=False)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -108,6 +111,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     finally:
         serve.shutdown()
         ray.shutdown()
+        patch.undo()
 
 
 def test_models_are_listed_and_a_chat_is_streamed(fleet: Fleet) -> None:
