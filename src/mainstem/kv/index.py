@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import compress, islice
+from itertools import compress, count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -192,10 +192,11 @@ class PrefixIndex:
             if first < depth < first + len(keys):
                 parents[depth - first] = parent
         full = chain.token_ids[: len(chain.keys) * chain.page_size].reshape(-1, chain.page_size)
-        firsts = full[first : first + len(keys), 0].tolist()
-        is_kept = list(map(self._file, keys, parents, previous, firsts, pages.tolist()))
-        depths = np.arange(first, first + len(keys))[is_kept]
-        self._enter(pages[is_kept], full[depths], depths)
+        tokens, depths = full[first : first + len(keys)], np.arange(first, first + len(keys))
+        kept = self._file(keys, parents, previous, tokens[:, 0].tolist(), pages.tolist())
+        if len(kept) < len(keys):
+            pages, tokens, depths = pages[kept], tokens[kept], depths[kept]
+        self._enter(pages, tokens, depths)
 
     def num_nameable(self, keys: Sequence[PageKey]) -> int:
         """Return how many of `keys`, in chain order, come before the first LOADING page."""
@@ -217,7 +218,7 @@ class PrefixIndex:
         for index, (name, page) in enumerate(zip(names, pages.tolist(), strict=True)):
             key, parent, previous, _ = name
             is_found = previous in fresh or (previous is not None and self.is_ready(previous))
-            if is_found and self._file(key, parent, previous, firsts[index], page):
+            if is_found and self._file([key], [parent], [previous], [firsts[index]], [page]):
                 fresh.add(key)
                 kept.append(index)
         if kept:
@@ -235,7 +236,9 @@ class PrefixIndex:
         key, depth = chain.tail_key(), len(chain.keys)
         tail = chain.page_tokens(depth)
         previous = chain.keys[-1] if depth else None
-        if key is None or not self._file(key, chain.parent(depth), previous, int(tail[0]), page):
+        if key is None:
+            return
+        if not self._file([key], [chain.parent(depth)], [previous], [int(tail[0])], [page]):
             return
         tokens = np.full((1, chain.page_size), NO_TOKEN, np.int32)
         tokens[0, : len(tail)] = tail
@@ -243,20 +246,31 @@ class PrefixIndex:
         self._is_tail[page] = True
 
     def _file(
-        self, key: PageKey, parent: PageKey, previous: PageKey | None, token: int, page: int
-    ) -> bool:
-        """Add a page to the index; False: another page has its key already."""
-        if key in self._page_of:
-            return False
-        self._page_of[key] = page
-        self._key_of[page] = key
-        self._parent_of[page] = parent
-        self._previous_of[page] = previous
-        before = self._older[page] = self._latest_after.get((parent, token), NO_PAGE)
-        if before != NO_PAGE:
-            self._newer[before] = page
-        self._latest_after[parent, token] = page
-        return True
+        self,
+        keys: Sequence[PageKey],
+        parents: Sequence[PageKey],
+        previous: Sequence[PageKey | None],
+        tokens: Sequence[int],
+        pages: Sequence[int],
+    ) -> list[int]:
+        """Add pages, each with its first token, to the index. Returns the indices of those that
+        were added: if another page has its key already, a page is not."""
+        page_of, latest_after, older = self._page_of, self._latest_after, self._older
+        key_of, parent_of, previous_of = self._key_of, self._parent_of, self._previous_of
+        added: list[int] = []
+        each = zip(count(), keys, parents, previous, tokens, pages, strict=False)
+        for index, key, parent, key_before, token, page in each:
+            if key in page_of:
+                continue
+            page_of[key] = page
+            key_of[page], parent_of[page], previous_of[page] = key, parent, key_before
+            after = (parent, token)
+            older[page] = before = latest_after.get(after, NO_PAGE)
+            if before != NO_PAGE:
+                self._newer[before] = page
+            latest_after[after] = page
+            added.append(index)
+        return added
 
     def _enter(self, pages: Int32s, tokens: Int32s, depths: NDArray[np.int64]) -> None:
         self._tokens[pages] = tokens
