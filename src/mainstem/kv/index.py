@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import compress, count, islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -53,11 +53,12 @@ class PrefixIndex:
         self._latest_after: dict[tuple[PageKey, int], int] = {}
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
-        self._parent_of: list[PageKey | None] = [None] * pool.num_pages
-        # the key of the page before each page; the parent differs where a chain begins or branches
-        self._previous_of: list[PageKey | None] = [None] * pool.num_pages
+        # of each page: its key, its parent (PageName), and the key of the page before it, which is
+        # the parent unless a chain begins or branches there
+        self._key_of, self._parent_of, self._previous_of = (
+            np.full(pool.num_pages, None, np.object_) for _ in range(3)
+        )
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
-        self._key_of: list[PageKey | None] = [None] * pool.num_pages
         self.is_indexed = np.zeros(pool.num_pages, np.bool_)  # whether a page has a name; read only
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
@@ -129,18 +130,14 @@ class PrefixIndex:
 
     def named(self, pages: Int32s) -> dict[PageKey, int]:
         """The pages among `pages` that are full and READY, by key and in order."""
-        found: dict[PageKey, int] = {}
-        key_of = self._key_of
-        for page in pages[self._is_ready[pages] & ~self._is_tail[pages]].tolist():
-            key = key_of[page]
-            assert key is not None
-            found[key] = page
-        return found
+        found = pages[self._is_ready[pages] & ~self._is_tail[pages]]
+        return dict(zip(self._key_of[found].tolist(), found.tolist(), strict=True))
 
     def previous(self, pages: Int32s) -> list[PageKey | None]:
         """For each of `pages`, which all have names: the key of the page before it in its chain;
         None: it is the first."""
-        return [self._previous_of[page] for page in pages.tolist()]
+        previous: list[PageKey | None] = self._previous_of[pages].tolist()
+        return previous
 
     def tokens(self, pages: Int32s) -> list[bytes]:
         """The token ids of pages that have a name."""
@@ -175,7 +172,8 @@ class PrefixIndex:
         for page in islice(self._followers((parent, int(token_ids[0]))), MAX_FOLLOWERS_TRIED):
             is_equal = np.array_equal(self._tokens[page, : len(token_ids)], token_ids)
             if is_equal and not self._is_ready[page]:
-                return self._key_of[page]
+                key: PageKey = self._key_of[page]
+                return key
         return None
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
@@ -185,7 +183,7 @@ class PrefixIndex:
         """
         if not len(pages):
             return
-        keys = chain.keys[first : first + len(pages)]
+        keys = list(chain.keys[first : first + len(pages)])
         previous = [chain.keys[first - 1] if first else None, *keys[:-1]]
         parents = [chain.parent(first), *keys[:-1]]
         for depth, parent in chain.branches:
@@ -193,10 +191,12 @@ class PrefixIndex:
                 parents[depth - first] = parent
         full = chain.token_ids[: len(chain.keys) * chain.page_size].reshape(-1, chain.page_size)
         tokens, depths = full[first : first + len(keys)], np.arange(first, first + len(keys))
-        kept = self._file(keys, parents, previous, tokens[:, 0].tolist(), pages.tolist())
-        if len(kept) < len(keys):
-            pages, tokens, depths = pages[kept], tokens[kept], depths[kept]
-        self._enter(pages, tokens, depths)
+        if not self._page_of.keys().isdisjoint(keys):
+            new = [index for index, key in enumerate(keys) if key not in self._page_of]
+            pages, tokens, depths = pages[new], tokens[new], depths[new]
+            keys, parents = [keys[index] for index in new], [parents[index] for index in new]
+            previous = [previous[index] for index in new]
+        self._enter(pages, keys, parents, previous, tokens, depths)
 
     def num_nameable(self, keys: Sequence[PageKey]) -> int:
         """Return how many of `keys`, in chain order, come before the first LOADING page."""
@@ -212,18 +212,18 @@ class PrefixIndex:
         A page gets no name if the page before it is not READY (no lookup would find it), or if
         another page has the same name.
         """
-        firsts = tokens[:, 0].tolist()
         kept: list[int] = []
         fresh: set[PageKey | None] = {None}
-        for index, (name, page) in enumerate(zip(names, pages.tolist(), strict=True)):
-            key, parent, previous, _ = name
+        for index, (key, _, previous, _) in enumerate(names):
             is_found = previous in fresh or (previous is not None and self.is_ready(previous))
-            if is_found and self._file([key], [parent], [previous], [firsts[index]], [page]):
+            if is_found and key not in fresh and key not in self._page_of:
                 fresh.add(key)
                 kept.append(index)
         if kept:
-            self._enter(pages[kept], tokens[kept], np.array([names[i].depth for i in kept]))
-            self.commit(pages[kept])
+            pages = pages[kept]
+            keys, parents, before, depths = zip(*[names[index] for index in kept], strict=True)
+            self._enter(pages, keys, parents, before, tokens[kept], np.array(depths))
+            self.commit(pages)
 
     def is_ready(self, key: PageKey) -> bool:
         """Whether a page is indexed and filled."""
@@ -236,43 +236,36 @@ class PrefixIndex:
         key, depth = chain.tail_key(), len(chain.keys)
         tail = chain.page_tokens(depth)
         previous = chain.keys[-1] if depth else None
-        if key is None:
-            return
-        if not self._file([key], [chain.parent(depth)], [previous], [int(tail[0])], [page]):
+        if key is None or key in self._page_of:
             return
         tokens = np.full((1, chain.page_size), NO_TOKEN, np.int32)
         tokens[0, : len(tail)] = tail
-        self._enter(np.array([page], np.int32), tokens, np.array([depth]))
+        pages, parents = np.array([page], np.int32), [chain.parent(depth)]
+        self._enter(pages, [key], parents, [previous], tokens, np.array([depth]))
         self._is_tail[page] = True
 
-    def _file(
+    def _enter(
         self,
+        pages: Int32s,
         keys: Sequence[PageKey],
         parents: Sequence[PageKey],
         previous: Sequence[PageKey | None],
-        tokens: Sequence[int],
-        pages: Sequence[int],
-    ) -> list[int]:
-        """Add pages, each with its first token, to the index. Returns the indices of those that
-        were added: if another page has its key already, a page is not."""
-        page_of, latest_after, older = self._page_of, self._latest_after, self._older
-        key_of, parent_of, previous_of = self._key_of, self._parent_of, self._previous_of
-        added: list[int] = []
-        each = zip(count(), keys, parents, previous, tokens, pages, strict=False)
-        for index, key, parent, key_before, token, page in each:
-            if key in page_of:
-                continue
-            page_of[key] = page
-            key_of[page], parent_of[page], previous_of[page] = key, parent, key_before
-            after = (parent, token)
-            older[page] = before = latest_after.get(after, NO_PAGE)
+        tokens: Int32s,
+        depths: NDArray[np.int64],
+    ) -> None:
+        """Add pages, which are not READY yet, with new keys; see `PageName`."""
+        self._page_of.update(zip(keys, pages.tolist(), strict=True))
+        self._key_of[pages] = _objects(keys)
+        self._parent_of[pages] = _objects(parents)
+        self._previous_of[pages] = _objects(previous)
+        latest_after = self._latest_after
+        for after, page in zip(
+            zip(parents, tokens[:, 0].tolist(), strict=True), pages.tolist(), strict=True
+        ):
+            before = latest_after.get(after, NO_PAGE)
             if before != NO_PAGE:
-                self._newer[before] = page
+                self._older[page], self._newer[before] = before, page
             latest_after[after] = page
-            added.append(index)
-        return added
-
-    def _enter(self, pages: Int32s, tokens: Int32s, depths: NDArray[np.int64]) -> None:
         self._tokens[pages] = tokens
         self.order.enter(pages, depths)
         self._pool.share(pages)
@@ -295,11 +288,11 @@ class PrefixIndex:
         """Mark pages that a launched step fills as READY. Returns the keys that became READY."""
         changed = pages[self.is_indexed[pages] & ~self._is_ready[pages]]
         self._is_ready[changed] = True
-        keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
+        keys: list[PageKey] = self._key_of[changed].tolist()
         if keys and self._bus.has_listeners(PagesStored):
             full = changed[~self._is_tail[changed]]  # events name full pages only
-            names = [key for page in full.tolist() if (key := self._key_of[page]) is not None]
-            if names:
+            if len(full):
+                names: list[PageKey] = self._key_of[full].tolist()
                 self._bus.publish(
                     PagesStored("device", names, self.previous(full), self.tokens(full))
                 )
@@ -335,26 +328,23 @@ class PrefixIndex:
         return pages
 
     def _remove(self, pages: Int32s) -> list[PageKey]:
-        keys: list[PageKey] = []
-        page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
-        latest_after, older, newer = self._latest_after, self._older, self._newer
-        for page, token in zip(pages.tolist(), self._tokens[pages, 0].tolist(), strict=True):
-            key, parent = key_of[page], parent_of[page]
-            assert key is not None
-            assert parent is not None
+        page_of, latest_after = self._page_of, self._latest_after
+        older, newer = self._older, self._newer
+        keys: list[PageKey] = self._key_of[pages].tolist()
+        afters = zip(self._parent_of[pages].tolist(), self._tokens[pages, 0].tolist(), strict=True)
+        for page, key, after in zip(pages.tolist(), keys, afters, strict=True):
             del page_of[key]
-            key_of[page] = parent_of[page] = self._previous_of[page] = None
-            before, after = older[page], newer[page]
+            before, behind = older[page], newer[page]
+            older[page] = newer[page] = NO_PAGE
             if before != NO_PAGE:
-                newer[before] = after
-            if after != NO_PAGE:
-                older[after] = before
-                newer[page] = NO_PAGE
+                newer[before] = behind
+            if behind != NO_PAGE:
+                older[behind] = before
             elif before != NO_PAGE:
-                latest_after[parent, token] = before
+                latest_after[after] = before
             else:
-                del latest_after[parent, token]
-            keys.append(key)
+                del latest_after[after]
+        self._key_of[pages] = self._parent_of[pages] = self._previous_of[pages] = None
         if keys and self._bus.has_listeners(PagesRemoved):
             is_told = self._is_ready[pages] & ~self._is_tail[pages]
             were_ready = list(compress(keys, is_told.tolist()))
@@ -390,3 +380,10 @@ class PrefixIndex:
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self.is_indexed).any(), "a page without a key is ready"
         assert self.is_indexed[self.order.pinned].all(), "a page without a key is pinned"
+
+
+def _objects(items: Sequence[object]) -> NDArray[np.object_]:
+    """An array of these objects; numpy alone would cut zeros off the ends of keys."""
+    found = np.empty(len(items), np.object_)
+    found[:] = items
+    return found

@@ -33,6 +33,7 @@ from mainstem.kv.transfer import LoadId, TierLink, Transfer
 READ_PIECE = 32  # pages read from a lower tier, then copied to the device, at a time
 READ_AHEAD_S = 0.02  # no more work than this is queued in a tier by prefetches: loads come first
 MAX_ASKED = 4096  # maximum pages in one question
+NO_LOAD = -1
 SURE = 1.5  # a request waits for an answer only if it has time for this many round trips
 
 
@@ -75,8 +76,8 @@ class PageLoader:
         self._stack = stack
         self._bus = bus
         self._load_ids = count()
-        self._loads: list[PageLoad] = []
-        self._load_of: dict[int, PageLoad] = {}  # by device page
+        self._loads: dict[LoadId, PageLoad] = {}
+        self._load_of = np.full(pool.num_pages, NO_LOAD, np.int64)  # by device page
         self._news: list[PageKey] = []  # keys that `take_news` has not returned yet
         self.damaged = stack.damaged  # pages that could not be read
         self.links = stack.links  # by which pages come up, from host memory first
@@ -93,7 +94,7 @@ class PageLoader:
     @property
     def is_reading(self) -> bool:
         """Whether a load waits for a lower tier."""
-        return any(load.transfer is None for load in self._loads)
+        return any(load.transfer is None for load in self._loads.values())
 
     def is_crowded(self, num_pages: int) -> bool:
         """Whether loads in progress use the slots that `num_pages` pages would need."""
@@ -200,25 +201,23 @@ class PageLoader:
             self.next_load_id(), keys, device_pages, pages, start_layers, perf_counter(), tiers
         )
         host.link.start(size * self.page_bytes)
-        self._loads.append(load)
+        self._loads[load.load_id] = load
         self._advance(load)
         if load.has_failed:
             self._end(load, None)
             return None
-        self._load_of.update(dict.fromkeys(device_pages.tolist(), load))
+        self._load_of[device_pages] = load.load_id
         self._pool.pass_to_copy(device_pages)
         return load
 
-    def startable(self, device_pages: Sequence[int]) -> Int32s | None:
+    def startable(self, device_pages: Int32s) -> Int32s | None:
         """Return the loads that a step must wait for before it reads `device_pages`, which are all
         LOADING. None: it is too early for such a step, or another sequence computes the pages."""
-        loads: dict[LoadId, None] = {}
-        for page in device_pages:
-            load = self._load_of.get(page)
-            if load is None or not load.is_startable:
+        found = dict.fromkeys(self._load_of[device_pages].tolist())
+        for load_id in found:
+            if load_id == NO_LOAD or not self._loads[load_id].is_startable:
                 return None
-            loads[load.load_id] = None
-        return np.array(list(loads), np.int32)
+        return np.array(list(found), np.int32)
 
     def prefetch(self) -> None:
         """Read the pages that waiting requests need next into host memory, from tiers with little
@@ -242,7 +241,7 @@ class PageLoader:
         """Collect the loads that have ended, and start copies whose pages were read. A step that
         is made now reads pages at the earliest in `lead_s` seconds."""
         left_s = lead_s
-        for load in list(self._loads):
+        for load in list(self._loads.values()):
             left_s = self._poll_load(load, left_s)
         self._news += self.questions.take_news()
 
@@ -298,8 +297,7 @@ class PageLoader:
     def _let_go(self, device_pages: Int32s, keys: Sequence[PageKey]) -> None:
         """Note that a load no longer uses device pages."""
         self._news += keys
-        for page in device_pages.tolist():
-            del self._load_of[page]
+        self._load_of[device_pages] = NO_LOAD
         self._pool.end_copy(device_pages)
 
     def _advance(self, load: PageLoad) -> None:
@@ -318,7 +316,7 @@ class PageLoader:
 
     def _end(self, load: PageLoad, seconds: float | None) -> None:
         stack, host = self._stack, self._stack.host
-        self._loads.remove(load)
+        del self._loads[load.load_id]
         host.forget(load.load_id)
         num_bytes = len(load.pages) * self.page_bytes
         if seconds is None:
@@ -338,17 +336,19 @@ class PageLoader:
 
     def close(self) -> None:
         """Return when copies to the device have ended."""
-        for load in self._loads:
+        for load in self._loads.values():
             if load.transfer is not None:
                 with suppress(Exception):  # no request needs the load any more
                     load.transfer.wait()
 
     def check(self) -> None:
         """Raise if a load lost its pages."""
-        loading = [page for load in self._loads for page in load.pages]
+        loading = [page for load in self._loads.values() for page in load.pages]
         assert not any(page.taken for page in loading if page.is_lost), "a lost page has a place"
-        named = {page for load in self._loads for page in load.device_pages.tolist()}
-        assert self._load_of.keys() == named, "a load lost its pages"
+        expected = np.full_like(self._load_of, NO_LOAD)
+        for load in self._loads.values():
+            expected[load.device_pages] = load.load_id
+        assert np.array_equal(self._load_of, expected), "a load lost its pages"
 
 
 def num_together(pages: Sequence[Page], most_read: int) -> int:
