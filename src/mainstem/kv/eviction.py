@@ -260,13 +260,12 @@ class TierOrder(Generic[K]):
 
     def note_less(self, keys: Iterable[K]) -> None:
         """The pages of these keys may be worth less than before; those not stored are skipped."""
-        pages, next_use = self._pages, self._next_use
+        find = self._pages.get
         for key in keys:
-            page = pages.get(key)
-            if page is not None:
-                when = next_use.get(key)
-                if (page.rank if when is None else AWAITED - when) < page.filed:
-                    self.file(page)
+            page = find(key)
+            # a worth is at least the rank, so that few pages are asked for it
+            if page is not None and page.rank < page.filed and self.worth(page) < page.filed:
+                self.file(page)
 
     def clean(self) -> None:
         """Rebuild heaps whose items are mostly outdated."""

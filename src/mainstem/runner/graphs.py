@@ -2,11 +2,14 @@
 
 A step that needs pages still being loaded waits for them between the pieces. Small steps also have
 graphs without the attention launches that decodes often do not need.
+
+Some pieces are no graphs, but run in each step: recurrences over prompts, whose launches depend on
+how a step's tokens are divided among its sequences.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +46,20 @@ def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
     return tuple(size for size in GRAPH_SIZES if size <= most)
 
 
+def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of the sizes that graphs of prompts have in models with recurrent layers. A prompt of
+    this many tokens may be computed in half the time of its launches; fewer sizes start sooner."""
+    return tuple(size for size in sizes if size % 256 == 0 or size in (64, 128))
+
+
+class Piece(NamedTuple):
+    """A part of a pass that can be run again. What it reads and writes has fixed addresses."""
+
+    run: Callable[[], None]
+    layers: range  # those whose attention it runs
+    is_captured: bool = True
+
+
 class StepGraphs:
     """Captures passes of each size at the start; a step replays the smallest that is large enough.
 
@@ -53,54 +70,50 @@ class StepGraphs:
         self,
         sizes: tuple[int, ...],
         kinds: tuple[Launches, ...],
-        pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
+        pieces_of: Callable[[int, Launches], Sequence[Piece]],
         page_layers: Sequence[int | None],
         *,
-        has_states: bool,
         beside: "StepGraphs | None" = None,
     ) -> None:
         """The first of the `kinds` works for any step. `pieces_of(size, launches)` returns the
-        pieces in order, of LAYERS_AT_ONCE layers each. `page_layers` is that of the recipe;
-        `has_states`: whether it has recurrences; `beside`: graphs whose memory these share.
+        pieces in order. `page_layers` is that of the recipe; `beside`: graphs whose memory these
+        share.
         """
-        numbers = [
-            [number for number in page_layers[first : first + LAYERS_AT_ONCE] if number is not None]
-            for first in range(0, len(page_layers), LAYERS_AT_ONCE)
-        ]
-        # layers of pages arrive in groups: each piece waits for those that begin in it
-        self._awaited = [[n for n in piece if n % LAYERS_AT_ONCE == 0] for piece in numbers]
-        self._has_states = has_states
+        self._page_layers = page_layers
         self._sizes = sizes
         self._all = kinds[0]
-        self._graphs: dict[tuple[int, Launches], list[torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[tuple[int, Launches], list[_Replay]] = {}
         # torch's handle of the memory that all graphs share
         self._pool: Any = None if beside is None else beside._pool
         for size in reversed(sizes):  # the largest first: the others fit into its memory
             for launches in kinds if size <= MOST_TOKENS_OF_FEWER else kinds[:1]:
                 self._graphs[size, launches] = self._capture(pieces_of(size, launches))
 
-    def _capture(self, pieces: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
+    def _capture(self, pieces: Sequence[Piece]) -> "list[_Replay]":
         # the first run compiles kernels and chooses algorithms; a capture must not do so
         for piece in pieces:
-            piece()
+            piece.run()
         torch.cuda.synchronize()
-        graphs = []
-        for piece in pieces:
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: NCCL's watchdog thread may query its events during the capture
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                piece()
-            self._pool = graph.pool()
-            graphs.append(graph)
-        return graphs
+        return [self._captured(piece) for piece in pieces]
+
+    def _captured(self, piece: Piece) -> "_Replay":
+        # layers of pages arrive in groups: each piece waits for those that begin in it
+        numbers = [self._page_layers[layer] for layer in piece.layers]
+        awaited = [n for n in numbers if n is not None and n % LAYERS_AT_ONCE == 0]
+        if not piece.is_captured:
+            return _Replay(awaited, piece.run)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread may query its events during the capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            piece.run()
+        self._pool = graph.pool()
+        return _Replay(awaited, graph.replay)
 
     def size_for(self, step: Step) -> int | None:
         """The size to replay; None if the step is too large or needs work that no graph has. Copies
         run before the pass, so they must not read what the step itself writes."""
         if len(step.move_to) or step.weighings:
             return None
-        if self._has_states and step.num_decodes < step.num_tokens:
-            return None  # graphs of recurrent layers hold decodes only
         if len(step.copy_to) and _reads_its_own(step):
             return None
         if not self._sizes or step.num_tokens > self._sizes[-1]:
@@ -111,11 +124,17 @@ class StepGraphs:
         """Queue a pass that has at least these launches. Before each piece, the gate waits until
         the first layer of the piece may run.
         """
-        graphs = self._graphs.get((size, launches)) or self._graphs[size, self._all]
-        for index, graph in enumerate(graphs):
-            for layer in self._awaited[index]:
+        for piece in self._graphs.get((size, launches)) or self._graphs[size, self._all]:
+            for layer in piece.awaited:
                 gate.before(layer)
-            graph.replay()
+            piece.run()
+
+
+class _Replay(NamedTuple):
+    """A piece of a captured pass."""
+
+    awaited: list[int]  # layers of pages that it waits for
+    run: Callable[[], None]
 
 
 def _reads_its_own(step: Step) -> bool:
