@@ -121,7 +121,13 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> No
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("llama31-70b", 1024), ("llama31-8b", 1024), ("llama32-1b", 1920), ("qwen3-30b-a3b", 4096)],
+    [
+        ("llama31-70b", 1024),
+        ("llama31-8b", 1024),
+        ("llama32-1b", 1920),
+        ("qwen3-30b-a3b", 4096),
+        ("qwen36-35b-a3b", 4096),
+    ],
 )
 def test_graphs_end_at_1024_tokens_or_where_computing_takes_longer_than_launching(
     name: str, most: int

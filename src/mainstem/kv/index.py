@@ -55,9 +55,8 @@ class PrefixIndex:
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         # of each page: its key, its parent (PageName), and the key of the page before it, which is
         # the parent unless a chain begins or branches there
-        self._key_of, self._parent_of, self._previous_of = (
-            np.full(pool.num_pages, None, np.object_) for _ in range(3)
-        )
+        self._names = np.full((pool.num_pages, 3), None, np.object_)
+        self._key_of, self._parent_of, self._previous_of = self._names.T
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self.is_indexed = np.zeros(pool.num_pages, np.bool_)  # whether a page has a name; read only
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
@@ -196,6 +195,8 @@ class PrefixIndex:
             pages, tokens, depths = pages[new], tokens[new], depths[new]
             keys, parents = [keys[index] for index in new], [parents[index] for index in new]
             previous = [previous[index] for index in new]
+        if not keys:
+            return
         self._enter(pages, keys, parents, previous, tokens, depths)
 
     def num_nameable(self, keys: Sequence[PageKey]) -> int:
@@ -255,9 +256,9 @@ class PrefixIndex:
     ) -> None:
         """Add pages, which are not READY yet, with new keys; see `PageName`."""
         self._page_of.update(zip(keys, pages.tolist(), strict=True))
-        self._key_of[pages] = _objects(keys)
-        self._parent_of[pages] = _objects(parents)
-        self._previous_of[pages] = _objects(previous)
+        names = np.empty((len(keys), 3), np.object_)
+        names[:] = list(zip(keys, parents, previous, strict=True))
+        self._names[pages] = names
         latest_after = self._latest_after
         for after, page in zip(
             zip(parents, tokens[:, 0].tolist(), strict=True), pages.tolist(), strict=True
@@ -344,7 +345,7 @@ class PrefixIndex:
                 latest_after[after] = before
             else:
                 del latest_after[after]
-        self._key_of[pages] = self._parent_of[pages] = self._previous_of[pages] = None
+        self._names[pages] = None
         if keys and self._bus.has_listeners(PagesRemoved):
             is_told = self._is_ready[pages] & ~self._is_tail[pages]
             were_ready = list(compress(keys, is_told.tolist()))
@@ -380,10 +381,3 @@ class PrefixIndex:
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self.is_indexed).any(), "a page without a key is ready"
         assert self.is_indexed[self.order.pinned].all(), "a page without a key is pinned"
-
-
-def _objects(items: Sequence[object]) -> NDArray[np.object_]:
-    """An array of these objects; numpy alone would cut zeros off the ends of keys."""
-    found = np.empty(len(items), np.object_)
-    found[:] = items
-    return found

@@ -25,9 +25,9 @@ GRAPH_SIZES = (
 )  # fmt: skip
 FEW_TOKENS = 1024  # every model has graphs up to this size
 # Seconds that the host of an H200 needs to launch a layer. Measured: 12.5 ms for 32 dense layers;
-# 52 ms for 48 layers with experts, before launches became a quarter cheaper. The card's products
-# run at 600 TFLOP/s.
-_DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.4e-3, 0.8e-3
+# 52 ms for 48 layers with experts, before launches became a quarter cheaper. A hybrid's layers have
+# about half as many launches more. The card's products run at 600 TFLOP/s.
+_DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S, _RECURRENT_LAUNCH_S = 0.4e-3, 0.8e-3, 0.3e-3
 _WEIGHTS_PER_S = 3e14  # weights x tokens a second, at 2 FLOP each
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
 MOST_TOKENS_OF_FEWER = 256
@@ -37,10 +37,12 @@ def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
     """The sizes to capture, up to `max_tokens`: all up to FEW_TOKENS, and those of steps that take
     longer to launch than to compute. A larger step keeps the device busy while the host launches.
 
-    Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 1,920, Qwen3-30B-A3B: 4,096.
+    Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 1,920, Qwen3-30B-A3B and Qwen3.6-35B-A3B: 4,096.
     """
     has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
     launch_s = _EXPERTS_LAUNCH_S if has_experts else _DENSE_LAUNCH_S
+    if spec.recurrences:
+        launch_s += _RECURRENT_LAUNCH_S
     launch_bound = spec.num_layers * launch_s * _WEIGHTS_PER_S / spec.num_layer_params
     most = min(max_tokens, max(launch_bound, FEW_TOKENS))
     return tuple(size for size in GRAPH_SIZES if size <= most)
