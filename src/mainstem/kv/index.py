@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import compress, islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +55,8 @@ class PrefixIndex:
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         # of each page: its key, its parent (PageName), and the key of the page before it, which is
         # the parent unless a chain begins or branches there
-        self._names = np.full((pool.num_pages, 3), None, np.object_)
-        self._key_of, self._parent_of, self._previous_of = self._names.T
+        self._key_of: list[PageKey | None] = [None] * pool.num_pages
+        self._parent_of, self._previous_of = self._key_of.copy(), self._key_of.copy()
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self.is_indexed = np.zeros(pool.num_pages, np.bool_)  # whether a page has a name; read only
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
@@ -130,13 +130,18 @@ class PrefixIndex:
     def named(self, pages: Int32s) -> dict[PageKey, int]:
         """The pages among `pages` that are full and READY, by key and in order."""
         found = pages[self._is_ready[pages] & ~self._is_tail[pages]]
-        return dict(zip(self._key_of[found].tolist(), found.tolist(), strict=True))
+        return dict(zip(self._keys(found), found.tolist(), strict=True))
 
     def previous(self, pages: Int32s) -> list[PageKey | None]:
         """For each of `pages`, which all have names: the key of the page before it in its chain;
         None: it is the first."""
-        previous: list[PageKey | None] = self._previous_of[pages].tolist()
-        return previous
+        return [self._previous_of[page] for page in pages.tolist()]
+
+    def _keys(self, pages: Int32s) -> list[PageKey]:
+        """The keys of pages that have names."""
+        keys = [self._key_of[page] for page in pages.tolist()]
+        assert None not in keys
+        return cast("list[PageKey]", keys)
 
     def tokens(self, pages: Int32s) -> list[bytes]:
         """The token ids of pages that have a name."""
@@ -171,8 +176,7 @@ class PrefixIndex:
         for page in islice(self._followers((parent, int(token_ids[0]))), MAX_FOLLOWERS_TRIED):
             is_equal = np.array_equal(self._tokens[page, : len(token_ids)], token_ids)
             if is_equal and not self._is_ready[page]:
-                key: PageKey = self._key_of[page]
-                return key
+                return self._key_of[page]
         return None
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
@@ -256,13 +260,12 @@ class PrefixIndex:
     ) -> None:
         """Add pages, which are not READY yet, with new keys; see `PageName`."""
         self._page_of.update(zip(keys, pages.tolist(), strict=True))
-        names = np.empty((len(keys), 3), np.object_)
-        names[:] = list(zip(keys, parents, previous, strict=True))
-        self._names[pages] = names
-        latest_after = self._latest_after
-        for after, page in zip(
-            zip(parents, tokens[:, 0].tolist(), strict=True), pages.tolist(), strict=True
-        ):
+        key_of, parent_of, previous_of = self._key_of, self._parent_of, self._previous_of
+        latest_after, firsts = self._latest_after, tokens[:, 0].tolist()
+        each = zip(pages.tolist(), keys, parents, previous, firsts, strict=True)
+        for page, key, parent, key_before, token in each:
+            key_of[page], parent_of[page], previous_of[page] = key, parent, key_before
+            after = (parent, token)
             before = latest_after.get(after, NO_PAGE)
             if before != NO_PAGE:
                 self._older[page], self._newer[before] = before, page
@@ -289,14 +292,12 @@ class PrefixIndex:
         """Mark pages that a launched step fills as READY. Returns the keys that became READY."""
         changed = pages[self.is_indexed[pages] & ~self._is_ready[pages]]
         self._is_ready[changed] = True
-        keys: list[PageKey] = self._key_of[changed].tolist()
+        keys = self._keys(changed)
         if keys and self._bus.has_listeners(PagesStored):
             full = changed[~self._is_tail[changed]]  # events name full pages only
             if len(full):
-                names: list[PageKey] = self._key_of[full].tolist()
-                self._bus.publish(
-                    PagesStored("device", names, self.previous(full), self.tokens(full))
-                )
+                previous, tokens = self.previous(full), self.tokens(full)
+                self._bus.publish(PagesStored("device", self._keys(full), previous, tokens))
         return keys
 
     def abort(self, pages: Int32s) -> list[PageKey]:
@@ -331,10 +332,14 @@ class PrefixIndex:
     def _remove(self, pages: Int32s) -> list[PageKey]:
         page_of, latest_after = self._page_of, self._latest_after
         older, newer = self._older, self._newer
-        keys: list[PageKey] = self._key_of[pages].tolist()
-        afters = zip(self._parent_of[pages].tolist(), self._tokens[pages, 0].tolist(), strict=True)
-        for page, key, after in zip(pages.tolist(), keys, afters, strict=True):
+        keys = self._keys(pages)
+        firsts = self._tokens[pages, 0].tolist()
+        for page, key, token in zip(pages.tolist(), keys, firsts, strict=True):
+            parent = self._parent_of[page]
+            assert parent is not None
+            after = (parent, token)
             del page_of[key]
+            self._key_of[page] = self._parent_of[page] = self._previous_of[page] = None
             before, behind = older[page], newer[page]
             older[page] = newer[page] = NO_PAGE
             if before != NO_PAGE:
@@ -345,7 +350,6 @@ class PrefixIndex:
                 latest_after[after] = before
             else:
                 del latest_after[after]
-        self._names[pages] = None
         if keys and self._bus.has_listeners(PagesRemoved):
             is_told = self._is_ready[pages] & ~self._is_tail[pages]
             were_ready = list(compress(keys, is_told.tolist()))
