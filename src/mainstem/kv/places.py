@@ -16,7 +16,7 @@ layers are stored in pieces of this size (kv/stored_states.py).
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, takewhile, zip_longest
+from itertools import islice, zip_longest
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -110,8 +110,10 @@ class PageTable(Generic[K]):
         with suppress(KeyError):  # the first key that is not stored
             found.extend(map(self.stored.__getitem__, keys))
         if self.unwanted:
-            rest = map(self.get, islice(keys, len(found), None))
-            found += takewhile(lambda page: page is not None, rest)
+            for key in islice(keys, len(found), None):
+                if (page := self.get(key)) is None:
+                    break
+                found.append(page)
         return found
 
     def __getitem__(self, key: K) -> StoredPage[K]:

@@ -310,7 +310,7 @@ class _CopiedPart:
     def has_any(self, first: int, end: int) -> bool:
         """Whether there is such a layer."""
         found = self.between(first, end)
-        return found.start < found.stop
+        return bool(found.start < found.stop)
 
 
 @dataclass(frozen=True, slots=True)
