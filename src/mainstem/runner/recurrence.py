@@ -256,7 +256,7 @@ class HybridAttention:
         num_tokens: int,
         room: Callable[[int, int], Tensor] | None = None,
     ) -> None:
-        """`room` returns memory for the output of a recurrence, so many rows and columns, where
+        """`room` returns memory for the output of a recurrence, by rows and columns, where
         that of attention is, too; None: new memory."""
         self._room = room
         self._page_layers, self._state_layers = spec.page_layers, spec.state_layers
