@@ -10,7 +10,7 @@ require_interpreter()
 
 from mainstem.kernels.errors import LayoutError  # noqa: E402
 from mainstem.kernels.memory.copy import copy_slots  # noqa: E402
-from mainstem.kernels.memory.transfer import spread_pages  # noqa: E402
+from mainstem.kernels.memory.transfer import PageSpread  # noqa: E402
 
 SHAPES = {
     "whole tiles": (3, 9, 2, 16, 128),  # layers, pages, kv_heads, page_size, head_dim
@@ -25,13 +25,13 @@ def test_pages_arrive_where_they_belong(name: str, dtype: torch.dtype) -> None:
     layers = torch.randn(num_layers, 2, pages, *inner).to(dtype)
     before = layers.clone()
     given = torch.randn(2, num_layers - 1, 2, *inner).to(dtype)
-    buffer = torch.cat([given.view(-1).view(torch.uint8), torch.full((64,), 77).byte()])
-    spread_pages(layers[1:], buffer, torch.tensor([4, 1], dtype=torch.int32))
+    buffer = torch.cat([given.view(-1).view(torch.int32), torch.full((16,), 77).int()])
+    PageSpread(layers[1:]).run(buffer, torch.tensor([4, 1], dtype=torch.int32))
     expected = before.clone()
     expected[1:, :, 4] = given[0]
     expected[1:, :, 1] = given[1]
     assert torch.equal(layers, expected)
-    spread_pages(layers, buffer, torch.empty(0, dtype=torch.int32))
+    PageSpread(layers).run(buffer, torch.empty(0, dtype=torch.int32))
     assert torch.equal(layers, expected)
 
 
@@ -54,14 +54,14 @@ def test_slots_are_copied_in_all_layers(inner: tuple[int, int, int]) -> None:
 
 
 def test_odd_layouts_are_refused() -> None:
-    buffer = torch.zeros(64, dtype=torch.uint8)
+    buffer = torch.zeros(16, dtype=torch.int32)
     first = torch.zeros(1, dtype=torch.int32)
     layers = torch.zeros(1, 2, 2, 1, 4, 8)
     with pytest.raises(LayoutError, match="contiguous"):
-        spread_pages(layers.transpose(4, 5), buffer, first)
+        PageSpread(layers.transpose(4, 5))
     with pytest.raises(LayoutError, match="int32"):
-        spread_pages(layers, buffer, first.long())
-    with pytest.raises(LayoutError, match="must have at least 256 bytes, got 64"):
-        spread_pages(layers, buffer, first)
+        PageSpread(layers).run(buffer, first.long())
+    with pytest.raises(LayoutError, match="must have at least 64 words, got 16"):
+        PageSpread(layers).run(buffer, first)
     with pytest.raises(LayoutError, match="multiple of 4 bytes per layer, got 2"):
-        spread_pages(torch.zeros(1, 2, 2, 1, 1, 1).half(), buffer, first)
+        PageSpread(torch.zeros(1, 2, 2, 1, 1, 1).half())

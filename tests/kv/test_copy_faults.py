@@ -155,7 +155,7 @@ def test_a_load_that_cannot_start_leaks_no_page(monkeypatch: pytest.MonkeyPatch)
     tiered.copier.load_faults = deque(["early"])
     assert store.load(run, nothing, 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(tiered.store.loader, "_has_all", _raise)
+        patch.setattr(tiered.store.loader, "_hold_tokens", _raise)
         with pytest.raises(ZeroDivisionError):
             store.load(run, nothing, 1)
     assert store.num_takeable() == store.num_pages

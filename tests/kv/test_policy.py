@@ -345,6 +345,27 @@ def test_leaving_a_long_queue_takes_no_search_through_it() -> None:
     assert work(6400) < 2 * work(100)
 
 
+def test_entering_the_queue_takes_no_work_for_each_page() -> None:
+    """Pages that are wanted again are not filed again before their turn to leave comes."""
+
+    def work(num_pages: int) -> int:
+        policy, keys = a_policy(2000), [str(number) for number in range(num_pages)]
+        policy.admit(keys, 0)
+        return instructions(lambda: policy.expect("job", keys))
+
+    assert work(1000) < work(10) + 50
+
+
+def test_a_page_that_was_wanted_and_used_in_the_meantime_leaves_in_its_new_order() -> None:
+    policy = a_policy(3)
+    for when, key in enumerate("abc"):
+        policy.admit(key, when)
+    policy.expect("job", "a")
+    policy.note_use("b", 4)
+    policy.dismiss("job")
+    assert [policy.admit(key, 5).drop for key in "xyz"] == [["a"], ["c"], ["b"]]
+
+
 def test_if_too_many_pages_are_found_at_the_start_the_first_are_dropped() -> None:
     policy = a_policy(1, 2)
     moves = policy.recover(DISK, "abc", 0)

@@ -18,6 +18,7 @@ from mainstem.core.events import (
 from mainstem.core.metrics import Counters
 from mainstem.kv.finder import Match
 from mainstem.kv.keys import PageChain
+from mainstem.kv.loading import StoredRun
 from mainstem.sched.loading import Loader
 from tests import fakes
 from tests.builders import VOCAB, Collector, a_request, run_all, until_idle
@@ -25,6 +26,7 @@ from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
 from tests.kv.tiered import Tiered, a_tiered_engine
 from tests.waiting import until
+from tests.work import instructions
 
 RNG = np.random.default_rng(0)
 CHATS = [[first, *RNG.integers(0, VOCAB, 29).tolist()] for first in range(6)]
@@ -484,3 +486,30 @@ def test_the_seconds_of_a_load_from_several_tiers_count_once(tmp_path: Path) -> 
     assert sum(event.num_pages for event in loaded) == len(load.pages)
     assert loaded[0].seconds > 0
     assert loaded[1].seconds == 0
+
+
+def test_a_load_takes_little_work_for_each_page() -> None:
+    """From the lookup to its end: about 240 instructions a page, a call or two in each list."""
+
+    def work(num_pages: int) -> int:
+        tiered = a_tiered_engine(num_pages=300, num_slots=700, chunk_tokens=4096)
+        rng, store = np.random.default_rng(num_pages), tiered.store
+        prompt = rng.integers(0, VOCAB, 4 * num_pages + 1).tolist()
+        run_all(tiered.engine, [a_request(prompt, 1)])
+        store.flush()
+        tiered.engine.clear_device()
+        chain = store.chain(np.array(prompt, np.int32), b"")
+        run, nothing = StoredRun(chain, 0, num_pages), np.empty(0, np.int32)
+
+        def load() -> None:
+            assert store.lookup(chain, 4 * num_pages).stored.num_pages == num_pages
+            assert store.load(run, nothing, 1) == chain.keys[-1]
+            while store.num_copies:
+                store.poll()
+
+        count = instructions(load)
+        assert len(store.lookup(chain, 4 * num_pages).pages) == num_pages
+        tiered.engine.close()
+        return count
+
+    assert work(220) - work(20) < 300 * 200

@@ -179,7 +179,8 @@ class _Driver:
                     saver.copy_down(pages, [keys[n] for n in new], after, [TOKENS] * len(new))
                     store.release(pages)
             case 2 if (found := loader.stored(keys)).num_pages:
-                wanted = keys[: loader.run_length(keys[: found.num_pages], 3)]
+                pages_there = store.stack.pages.leading(keys[: found.num_pages])
+                wanted = keys[: loading.num_together(pages_there, 3)]
                 pages = store.take(len(wanted))
                 load = loader.copy_up(wanted, pages, 1)
                 store.release(pages[0 if load is None else len(load.pages) :])

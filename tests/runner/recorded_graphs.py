@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mainstem.kernels.attention.plan import Launches
+from mainstem.runner.graphs import Piece
 
-Piece = Callable[[], None]
 PiecesOf = Callable[[int, Launches], Sequence[Piece]]
 
 
@@ -16,14 +16,14 @@ class Recording:
     """Stands in for torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.calls: list[Callable[[], None]] = []
 
     def pool(self) -> str:
         return "the pool"
 
     def replay(self) -> None:
-        for piece in self.pieces:
-            piece()
+        for call in self.calls:
+            call()
 
 
 class Recorder:
@@ -31,6 +31,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._current: Recording | None = None
+        self.num_captured = 0
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
         monkeypatch.setattr(torch.cuda, "graph", self._graph)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -42,6 +43,7 @@ class Recorder:
             "the mode must allow other threads to call CUDA"
         )
         self._current = graph
+        self.num_captured += 1
         yield
         self._current = None
 
@@ -51,10 +53,10 @@ class Recorder:
         def wrapped(piece: Piece) -> Piece:
             def run() -> None:
                 if self._current is None:
-                    piece()
+                    piece.run()
                 else:
-                    self._current.pieces.append(piece)
+                    self._current.calls.append(piece.run)
 
-            return run
+            return piece._replace(run=run)
 
         return lambda size, launches: [wrapped(piece) for piece in pieces_of(size, launches)]

@@ -22,7 +22,7 @@ from mainstem.runner.origin import Origin, RandomOrigin
 from mainstem_bench.shapes import llama_shape
 from tests.runner.conversations import check_conversation
 from tests.runner.recipes import RECIPES, RecipeOrigin
-from tests.runner.recorded_graphs import Piece, Recorder
+from tests.runner.recorded_graphs import Recorder
 from tests.runner.steps import Seq, Work, a_step, run
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -189,14 +189,14 @@ def test_replayed_steps_give_the_same_tokens(
     runner, _ = load_gpu_runner(origin, a_config(), torch.device("cpu"))
     replayed: list[tuple[int, Launches]] = []
 
-    def pieces_of(size: int, launches: Launches) -> list[Piece]:
+    def pieces_of(size: int, launches: Launches) -> list[graphs.Piece]:
         first, *others = runner._pieces(size, launches)
 
         def recorded_first() -> None:
             replayed.append((size, launches))
-            first()
+            first.run()
 
-        return [recorded_first, *others]
+        return [first._replace(run=recorded_first), *others]
 
     with torch.inference_mode():
         kinds = runner._attention.kinds_of_steps
@@ -204,7 +204,7 @@ def test_replayed_steps_give_the_same_tokens(
         assert [len(runner._pieces(size, kinds[0])) for size in (3, 16)] == [count, count - 1]
         recorded = Recorder(monkeypatch).wrap(pieces_of)
         page_layers = origin.spec.page_layers
-        runner._graphs = graphs.StepGraphs((3, 16), kinds, recorded, page_layers, has_states=False)
+        runner._graphs = graphs.StepGraphs((3, 16), kinds, recorded, page_layers)
     replayed.clear()
     assert told(runner) == told(load_cpu_runner(origin, a_config())[0])
     assert {launches for _, launches in replayed} == set(kinds)

@@ -16,6 +16,8 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
+from mainstem.kernels.attention.plan import Launches
+from mainstem.models.block import Gate
 from mainstem.models.spec import ModelSpec
 from mainstem.runner import states
 from mainstem.runner.cpu_load import load_cpu_runner
@@ -115,7 +117,7 @@ def test_graphs_with_rows_give_the_same_tokens_and_write_nothing_when_they_are_c
         for has_rows in (False, True):
             recorded = Recorder(monkeypatch).wrap(partial(runner._pieces, has_rows=has_rows))
             kinds, layers = runner._attention.kinds_of_steps[:1], origin.spec.page_layers
-            captured.append(graphs.StepGraphs((1, 4), kinds, recorded, layers, has_states=True))
+            captured.append(graphs.StepGraphs((1, 4), kinds, recorded, layers))
         runner._graphs, runner._row_graphs = captured[-2:]
 
     with torch.inference_mode():
@@ -129,6 +131,39 @@ def test_graphs_with_rows_give_the_same_tokens_and_write_nothing_when_they_are_c
     with torch.inference_mode():
         capture()
     assert torch.equal(used, before)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["Qwen3_5MoeForCausalLM", "FalconH1ForCausalLM"])
+def test_prompts_of_models_with_recurrent_layers_have_graphs_around_their_recurrences(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second model has layers with attention and a recurrence side by side."""
+    from mainstem.runner import graphs  # noqa: PLC0415
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config = RecipeOrigin(RECIPES[name]), a_config()
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    right = answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
+    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"))
+    steps = list[Step]()
+    record_steps(runner, steps)
+    kinds, layers = runner._attention.kinds_of_steps[:1], origin.spec.page_layers
+    recorder, replayed = Recorder(monkeypatch), list[int]()
+    with torch.inference_mode():
+        made = graphs.StepGraphs((16, 24), kinds, recorder.wrap(runner._prompt_pieces), layers)
+    num_recurrent = sum(state is not None for state in origin.spec.state_layers[:-1])
+    assert recorder.num_captured == 2 * (num_recurrent + 1)
+    runner._prompt_graphs, replay = made, made.replay
+
+    def note(size: int, launches: Launches, gate: Gate) -> None:
+        replayed.append(size)
+        replay(size, launches, gate)
+
+    monkeypatch.setattr(made, "replay", note)
+    assert answers(join(runner, facts, config, EventBus()), prompts(), GREEDY) == right
+    with_prompts = [step for step in steps if step.num_decodes < step.num_tokens]
+    assert len(replayed) == len(with_prompts) > 0
 
 
 @interpreted

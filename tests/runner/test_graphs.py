@@ -14,11 +14,12 @@ from mainstem.runner.graphs import (
     FEW_TOKENS,
     GRAPH_SIZES,
     MOST_TOKENS_OF_FEWER,
+    Piece,
     StepGraphs,
     graph_sizes,
 )
 from mainstem_bench.shapes import SHAPES
-from tests.runner.recorded_graphs import Piece, Recorder
+from tests.runner.recorded_graphs import Recorder
 from tests.runner.steps import Seq, Work, a_step
 
 pytestmark = pytest.mark.torch
@@ -37,8 +38,13 @@ class Order:
         self.calls: list[Call | int] = []
 
     def pieces_of(self, size: int, launches: Launches) -> list[Piece]:
-        calls = [(size, launches, index) for index in range(NUM_PIECES)]
-        return [partial(self.calls.append, call) for call in calls]
+        return [
+            Piece(
+                partial(self.calls.append, (size, launches, index)),
+                range(index * LAYERS_AT_ONCE, (index + 1) * LAYERS_AT_ONCE),
+            )
+            for index in range(NUM_PIECES)
+        ]
 
     def before(self, layer: int) -> None:
         self.calls.append(layer)
@@ -56,9 +62,7 @@ def order() -> Order:
 
 @pytest.fixture
 def graphs(order: Order, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    made = StepGraphs(
-        GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS, has_states=False
-    )
+    made = StepGraphs(GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
     sizes = [call[0] for call in order.calls if isinstance(call, tuple)]
     assert sizes == sorted(sizes, reverse=True), "the largest is first: the others use its memory"
     order.calls.clear()
@@ -91,6 +95,23 @@ def test_each_piece_waits_for_its_first_layer(graphs: StepGraphs, order: Order) 
     assert order.calls == expected
 
 
+def test_a_piece_that_is_no_graph_runs_in_each_replay_between_the_others(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pieces_of(size: int, launches: Launches) -> list[Piece]:
+        first, apart, last = order.pieces_of(size, launches)
+        return [first, apart._replace(is_captured=False), last]
+
+    recorder = Recorder(monkeypatch)
+    graphs = StepGraphs((4,), KINDS[:1], recorder.wrap(pieces_of), LAYERS)
+    order.calls.clear()
+    for _ in range(2):
+        graphs.replay(4, ALL_LAUNCHES, order)
+    pieces = [call[2] for call in order.calls if isinstance(call, tuple)]
+    assert pieces == [0, 1, 2] * 2
+    assert recorder.num_captured == 2
+
+
 def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> None:
     for tokens in (1, 2, 3, 9, 16, 17, 49, 255, 256, 257, 1000, 1024, 1025, 2049, 4096):
         smallest = min(size for size in GRAPH_SIZES if size >= tokens)
@@ -100,7 +121,13 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> No
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("llama31-70b", 1024), ("llama31-8b", 1024), ("llama32-1b", 1920), ("qwen3-30b-a3b", 4096)],
+    [
+        ("llama31-70b", 1024),
+        ("llama31-8b", 1024),
+        ("llama32-1b", 1920),
+        ("qwen3-30b-a3b", 4096),
+        ("qwen36-35b-a3b", 4096),
+    ],
 )
 def test_graphs_end_at_1024_tokens_or_where_computing_takes_longer_than_launching(
     name: str, most: int
@@ -128,9 +155,7 @@ def test_steps_that_move_pages_or_copy_what_they_write_or_load_have_no_graph(
 
 
 def test_without_sizes_no_step_has_a_graph(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = StepGraphs(
-        (), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS, has_states=False
-    )
+    graphs = StepGraphs((), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
     assert graphs.size_for(a_step_of(1)) is None
     assert order.calls == []
 
@@ -139,5 +164,5 @@ def test_every_piece_runs_once_before_it_is_captured(
     order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kernel may be compiled, and no algorithm chosen, during a capture."""
-    StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS, has_states=False)
+    StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
     assert order.calls == [(4, kind, index) for kind in KINDS for index in range(NUM_PIECES)]

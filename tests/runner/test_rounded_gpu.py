@@ -123,7 +123,7 @@ def test_steps_in_graphs_expand_no_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     recorded = Recorder(monkeypatch).wrap(runner._pieces)
     kinds, layers = runner._attention.kinds_of_steps, runner.decoder.spec.page_layers
     with torch.inference_mode():
-        captured = graphs.StepGraphs((1, 4), kinds, recorded, layers, has_states=False)
+        captured = graphs.StepGraphs((1, 4), kinds, recorded, layers)
     runner._graphs = captured
     [attention] = runner._attention._spans._kinds.values()
     assert isinstance(attention, ExpandingAttention)

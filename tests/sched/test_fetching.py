@@ -277,6 +277,16 @@ def test_a_history_without_stored_pages_is_not_loaded() -> None:
     assert not fetching.is_worth_it(StoredCounts(0), 100, 3)
 
 
+def test_a_disk_needs_more_queued_work_than_host_memory_to_be_busy() -> None:
+    """Reads have a latency; copies from host memory begin at once."""
+    fetching, tiers = a_fetching()
+    tiers.links[0].start(int(0.015 * 50e9))
+    assert fetching.is_busy(StoredCounts(HISTORY))
+    fetching, tiers = a_fetching()
+    tiers.links[1].start(int(0.015 * 4.2e9))
+    assert not fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)))
+
+
 def test_a_link_with_work_until_the_next_step_is_busy() -> None:
     fetching, tiers = a_fetching()
     tiers.links[0].start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms

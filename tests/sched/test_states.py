@@ -115,6 +115,22 @@ def test_prompts_of_a_plan_are_cut_at_their_forks_only(is_planned: bool, num_seg
     assert sum(len(use.writes) - num for use, num in uses if use is not None) == num_segments
 
 
+@pytest.mark.parametrize(("is_planned", "num_kept"), [(True, 1), (False, 21)])
+def test_ends_of_planned_answers_are_not_kept(is_planned: bool, num_kept: int) -> None:
+    """Nobody continues them. Of others the end and the last page of the prompt are kept, too."""
+    engine = an_engine(4096, 16, SchedConfig(chunk_tokens=4096), num_states=50)
+    prompts = [[*range(80), 80 + index, *range(1, 25)] for index in range(10)]
+    first = engine.expect(np.array([80] * 9 + [0], np.int32)) if is_planned else None
+    requests = [
+        a_request(p, 4, name=str(i), plan_place=None if first is None else first + i)
+        for i, p in enumerate(prompts)
+    ]
+    run_all(engine, requests)
+    states = engine._store.states
+    assert states is not None
+    assert states.num_kept == num_kept
+
+
 @pytest.mark.parametrize("num_trees", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_trees_compute_little_more_than_the_plan_allows(num_trees: int) -> None:
     """Of each prompt, what no earlier prompt has in common with it must be computed, and the

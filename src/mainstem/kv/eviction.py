@@ -18,7 +18,7 @@ the choices of `StoreConfig.policy` (core/config.py) makes it a setting for user
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -230,8 +230,11 @@ class TierOrder(Generic[K]):
     are evicted before all of them. Ranks include the depth: a chain is ranked page by page, from
     its tail to its head.
 
-    Invariant: the heap of the fastest tier that has a page has an item of the page's present worth.
-    Outdated items are skipped.
+    A page whose worth grows, by a use or a waiting request, is not filed again: it is when its turn
+    would come. Most pages gain and lose worth several times before that.
+
+    Invariant: the heap of the fastest tier that has a page has an item with the worth that the page
+    was filed with, which is at most its present worth. Outdated items are skipped.
     """
 
     def __init__(
@@ -242,7 +245,7 @@ class TierOrder(Generic[K]):
         self._window = window
         self._next_use, self._near = window.next_use, window.near
         self._tier_pages = tier_pages
-        self.heaps: list[list[tuple[int, K]]] = [[] for _ in tier_pages]  # of (worth, key)
+        self._heaps: list[list[tuple[int, K]]] = [[] for _ in tier_pages]  # of (worth, key)
 
     def worth(self, page: StoredPage[K]) -> int:
         """The page with the smallest worth is evicted first."""
@@ -252,26 +255,28 @@ class TierOrder(Generic[K]):
     def file(self, page: StoredPage[K]) -> None:
         """Put the page, with its present worth, into the heap of the tier that may evict it."""
         if page.wanted and not page.is_exempt:
-            when = self._next_use.get(page.key)
-            worth = page.rank if when is None else AWAITED - when
-            heappush(self.heaps[page.top], (worth, page.key))
+            page.filed = self.worth(page)
+            heappush(self._heaps[page.top], (page.filed, page.key))
 
-    def file_all(self, keys: Iterable[K]) -> None:
-        """File the pages of these keys that are stored."""
-        pages, file = self._pages, self.file
+    def note_less(self, keys: Iterable[K]) -> None:
+        """The pages of these keys may be worth less than before; those not stored are skipped."""
+        find = self._pages.get
         for key in keys:
-            page = pages.get(key)
-            if page is not None:
-                file(page)
+            page = find(key)
+            # a worth is at least the rank, so that few pages are asked for it
+            if page is not None and page.rank < page.filed and self.worth(page) < page.filed:
+                self.file(page)
 
     def clean(self) -> None:
         """Rebuild heaps whose items are mostly outdated."""
-        for tier, heap in enumerate(self.heaps):
+        for tier, heap in enumerate(self._heaps):
             if len(heap) > 4 * self._counts[tier] + SPARE_ITEMS:
                 pages = self._pages.values()
-                here = (page for page in pages if page.top == tier and not page.is_exempt)
-                self.heaps[tier] = [(self.worth(page), page.key) for page in here]
-                heapify(self.heaps[tier])
+                here = [page for page in pages if page.top == tier and not page.is_exempt]
+                for page in here:
+                    page.filed = self.worth(page)
+                self._heaps[tier] = [(page.filed, page.key) for page in here]
+                heapify(self._heaps[tier])
 
     def make_room(self, tier: int, worth: int, moves: Moves[K], spared: int = 0) -> bool:
         """Make room for a page of `worth` without using the last `spared` places. False: no page
@@ -307,18 +312,20 @@ class TierOrder(Generic[K]):
 
     def _pop(self, tier: int, below: int | None) -> StoredPage[K] | None:
         """The page of least worth, taken off a heap; None if none is worth less than `below`."""
-        pages, next_use, heap = self._pages, self._next_use, self.heaps[tier]
+        pages, heap = self._pages, self._heaps[tier]
         while heap:
-            worth, key = heap[0]
+            filed, key = heap[0]
+            if below is not None and filed >= below:
+                return None
             page = pages.get(key)
-            if page is not None and page.top == tier and not page.is_exempt:
-                when = next_use.get(key)
-                if worth == (page.rank if when is None else AWAITED - when):
-                    if below is not None and worth >= below:
-                        return None
-                    heappop(heap)
-                    return page
-            heappop(heap)
+            if page is None or page.top != tier or page.is_exempt or page.filed != filed:
+                heappop(heap)
+            elif (worth := self.worth(page)) != filed:
+                page.filed = worth
+                heapreplace(heap, (worth, key))
+            else:
+                heappop(heap)
+                return page
         return None
 
     def write_or_drop(self, first: int, page: StoredPage[K], moves: Moves[K]) -> None:
@@ -366,6 +373,7 @@ class TierOrder(Generic[K]):
 
     def check(self) -> None:
         """Raise if the invariant is broken."""
-        items = [set(heap) for heap in self.heaps]
+        items = [set(heap) for heap in self._heaps]
         for page in self._pages.values():
-            assert (self.worth(page), page.key) in items[page.top], "a page is missing in its heap"
+            assert (page.filed, page.key) in items[page.top], "a page is missing in its heap"
+            assert page.filed <= self.worth(page), "a page is filed with more than its worth"

@@ -135,7 +135,7 @@ class PageFinder:
         if num_ready == len(pages):
             return Match(pages, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
         loading = self.index.loading(pages)
-        loads = self.loader.startable(pages[loading].tolist())
+        loads = self.loader.startable(pages[loading])
         if loads is None:
             return Match(pages[:num_ready], Lookup.LOADING, keys[loading[-1]])
         return Match(pages, Lookup.MISS, loads=loads)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import compress, islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,11 +53,11 @@ class PrefixIndex:
         self._latest_after: dict[tuple[PageKey, int], int] = {}
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
-        self._parent_of: list[PageKey | None] = [None] * pool.num_pages
-        # the key of the page before each page; the parent differs where a chain begins or branches
-        self._previous_of: list[PageKey | None] = [None] * pool.num_pages
-        self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
+        # of each page: its key, its parent (PageName), and the key of the page before it, which is
+        # the parent unless a chain begins or branches there
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
+        self._parent_of, self._previous_of = self._key_of.copy(), self._key_of.copy()
+        self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self.is_indexed = np.zeros(pool.num_pages, np.bool_)  # whether a page has a name; read only
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
@@ -129,18 +129,19 @@ class PrefixIndex:
 
     def named(self, pages: Int32s) -> dict[PageKey, int]:
         """The pages among `pages` that are full and READY, by key and in order."""
-        found: dict[PageKey, int] = {}
-        key_of = self._key_of
-        for page in pages[self._is_ready[pages] & ~self._is_tail[pages]].tolist():
-            key = key_of[page]
-            assert key is not None
-            found[key] = page
-        return found
+        found = pages[self._is_ready[pages] & ~self._is_tail[pages]]
+        return dict(zip(self._keys(found), found.tolist(), strict=True))
 
     def previous(self, pages: Int32s) -> list[PageKey | None]:
         """For each of `pages`, which all have names: the key of the page before it in its chain;
         None: it is the first."""
         return [self._previous_of[page] for page in pages.tolist()]
+
+    def _keys(self, pages: Int32s) -> list[PageKey]:
+        """The keys of pages that have names."""
+        keys = [self._key_of[page] for page in pages.tolist()]
+        assert None not in keys
+        return cast("list[PageKey]", keys)
 
     def tokens(self, pages: Int32s) -> list[bytes]:
         """The token ids of pages that have a name."""
@@ -185,17 +186,22 @@ class PrefixIndex:
         """
         if not len(pages):
             return
-        keys = chain.keys[first : first + len(pages)]
+        keys = list(chain.keys[first : first + len(pages)])
         previous = [chain.keys[first - 1] if first else None, *keys[:-1]]
         parents = [chain.parent(first), *keys[:-1]]
         for depth, parent in chain.branches:
             if first < depth < first + len(keys):
                 parents[depth - first] = parent
         full = chain.token_ids[: len(chain.keys) * chain.page_size].reshape(-1, chain.page_size)
-        firsts = full[first : first + len(keys), 0].tolist()
-        is_kept = list(map(self._file, keys, parents, previous, firsts, pages.tolist()))
-        depths = np.arange(first, first + len(keys))[is_kept]
-        self._enter(pages[is_kept], full[depths], depths)
+        tokens, depths = full[first : first + len(keys)], np.arange(first, first + len(keys))
+        if not self._page_of.keys().isdisjoint(keys):
+            new = [index for index, key in enumerate(keys) if key not in self._page_of]
+            pages, tokens, depths = pages[new], tokens[new], depths[new]
+            keys, parents = [keys[index] for index in new], [parents[index] for index in new]
+            previous = [previous[index] for index in new]
+        if not keys:
+            return
+        self._enter(pages, keys, parents, previous, tokens, depths)
 
     def num_nameable(self, keys: Sequence[PageKey]) -> int:
         """Return how many of `keys`, in chain order, come before the first LOADING page."""
@@ -211,18 +217,18 @@ class PrefixIndex:
         A page gets no name if the page before it is not READY (no lookup would find it), or if
         another page has the same name.
         """
-        firsts = tokens[:, 0].tolist()
         kept: list[int] = []
         fresh: set[PageKey | None] = {None}
-        for index, (name, page) in enumerate(zip(names, pages.tolist(), strict=True)):
-            key, parent, previous, _ = name
+        for index, (key, _, previous, _) in enumerate(names):
             is_found = previous in fresh or (previous is not None and self.is_ready(previous))
-            if is_found and self._file(key, parent, previous, firsts[index], page):
+            if is_found and key not in fresh and key not in self._page_of:
                 fresh.add(key)
                 kept.append(index)
         if kept:
-            self._enter(pages[kept], tokens[kept], np.array([names[i].depth for i in kept]))
-            self.commit(pages[kept])
+            pages = pages[kept]
+            keys, parents, before, depths = zip(*[names[index] for index in kept], strict=True)
+            self._enter(pages, keys, parents, before, tokens[kept], np.array(depths))
+            self.commit(pages)
 
     def is_ready(self, key: PageKey) -> bool:
         """Whether a page is indexed and filled."""
@@ -235,30 +241,35 @@ class PrefixIndex:
         key, depth = chain.tail_key(), len(chain.keys)
         tail = chain.page_tokens(depth)
         previous = chain.keys[-1] if depth else None
-        if key is None or not self._file(key, chain.parent(depth), previous, int(tail[0]), page):
+        if key is None or key in self._page_of:
             return
         tokens = np.full((1, chain.page_size), NO_TOKEN, np.int32)
         tokens[0, : len(tail)] = tail
-        self._enter(np.array([page], np.int32), tokens, np.array([depth]))
+        pages, parents = np.array([page], np.int32), [chain.parent(depth)]
+        self._enter(pages, [key], parents, [previous], tokens, np.array([depth]))
         self._is_tail[page] = True
 
-    def _file(
-        self, key: PageKey, parent: PageKey, previous: PageKey | None, token: int, page: int
-    ) -> bool:
-        """Add a page to the index; False: another page has its key already."""
-        if key in self._page_of:
-            return False
-        self._page_of[key] = page
-        self._key_of[page] = key
-        self._parent_of[page] = parent
-        self._previous_of[page] = previous
-        before = self._older[page] = self._latest_after.get((parent, token), NO_PAGE)
-        if before != NO_PAGE:
-            self._newer[before] = page
-        self._latest_after[parent, token] = page
-        return True
-
-    def _enter(self, pages: Int32s, tokens: Int32s, depths: NDArray[np.int64]) -> None:
+    def _enter(
+        self,
+        pages: Int32s,
+        keys: Sequence[PageKey],
+        parents: Sequence[PageKey],
+        previous: Sequence[PageKey | None],
+        tokens: Int32s,
+        depths: NDArray[np.int64],
+    ) -> None:
+        """Add pages, which are not READY yet, with new keys; see `PageName`."""
+        self._page_of.update(zip(keys, pages.tolist(), strict=True))
+        key_of, parent_of, previous_of = self._key_of, self._parent_of, self._previous_of
+        latest_after, firsts = self._latest_after, tokens[:, 0].tolist()
+        each = zip(pages.tolist(), keys, parents, previous, firsts, strict=True)
+        for page, key, parent, key_before, token in each:
+            key_of[page], parent_of[page], previous_of[page] = key, parent, key_before
+            after = (parent, token)
+            before = latest_after.get(after, NO_PAGE)
+            if before != NO_PAGE:
+                self._older[page], self._newer[before] = before, page
+            latest_after[after] = page
         self._tokens[pages] = tokens
         self.order.enter(pages, depths)
         self._pool.share(pages)
@@ -281,14 +292,12 @@ class PrefixIndex:
         """Mark pages that a launched step fills as READY. Returns the keys that became READY."""
         changed = pages[self.is_indexed[pages] & ~self._is_ready[pages]]
         self._is_ready[changed] = True
-        keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
+        keys = self._keys(changed)
         if keys and self._bus.has_listeners(PagesStored):
             full = changed[~self._is_tail[changed]]  # events name full pages only
-            names = [key for page in full.tolist() if (key := self._key_of[page]) is not None]
-            if names:
-                self._bus.publish(
-                    PagesStored("device", names, self.previous(full), self.tokens(full))
-                )
+            if len(full):
+                previous, tokens = self.previous(full), self.tokens(full)
+                self._bus.publish(PagesStored("device", self._keys(full), previous, tokens))
         return keys
 
     def abort(self, pages: Int32s) -> list[PageKey]:
@@ -321,26 +330,26 @@ class PrefixIndex:
         return pages
 
     def _remove(self, pages: Int32s) -> list[PageKey]:
-        keys: list[PageKey] = []
-        page_of, key_of, parent_of = self._page_of, self._key_of, self._parent_of
-        latest_after, older, newer = self._latest_after, self._older, self._newer
-        for page, token in zip(pages.tolist(), self._tokens[pages, 0].tolist(), strict=True):
-            key, parent = key_of[page], parent_of[page]
-            assert key is not None
+        page_of, latest_after = self._page_of, self._latest_after
+        older, newer = self._older, self._newer
+        keys = self._keys(pages)
+        firsts = self._tokens[pages, 0].tolist()
+        for page, key, token in zip(pages.tolist(), keys, firsts, strict=True):
+            parent = self._parent_of[page]
             assert parent is not None
+            after = (parent, token)
             del page_of[key]
-            key_of[page] = parent_of[page] = self._previous_of[page] = None
-            before, after = older[page], newer[page]
+            self._key_of[page] = self._parent_of[page] = self._previous_of[page] = None
+            before, behind = older[page], newer[page]
+            older[page] = newer[page] = NO_PAGE
             if before != NO_PAGE:
-                newer[before] = after
-            if after != NO_PAGE:
-                older[after] = before
-                newer[page] = NO_PAGE
+                newer[before] = behind
+            if behind != NO_PAGE:
+                older[behind] = before
             elif before != NO_PAGE:
-                latest_after[parent, token] = before
+                latest_after[after] = before
             else:
-                del latest_after[parent, token]
-            keys.append(key)
+                del latest_after[after]
         if keys and self._bus.has_listeners(PagesRemoved):
             is_told = self._is_ready[pages] & ~self._is_tail[pages]
             were_ready = list(compress(keys, is_told.tolist()))

@@ -11,7 +11,7 @@ hold other values than their tokens and positions would give, so they get other 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
@@ -192,8 +192,9 @@ def page_keys(previous: PageKey, token_ids: Int32s, page_size: int) -> list[Page
     """Keys of the full pages of `token_ids`, continuing the chain from `previous`."""
     raw = token_ids.tobytes()
     width = page_size * token_ids.itemsize
-    keys: list[PageKey] = []
+    key: bytes = previous
+    keys: list[bytes] = []
     for start in range(0, len(raw) - width + 1, width):
-        previous = PageKey(sha256(previous + raw[start : start + width]).digest())
-        keys.append(previous)
-    return keys
+        key = sha256(key + raw[start : start + width]).digest()
+        keys.append(key)
+    return cast("list[PageKey]", keys)

@@ -10,7 +10,7 @@ request that would wait too long for it starts without it, and the answer serves
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, dropwhile, takewhile
@@ -33,6 +33,7 @@ from mainstem.kv.transfer import LoadId, TierLink, Transfer
 READ_PIECE = 32  # pages read from a lower tier, then copied to the device, at a time
 READ_AHEAD_S = 0.02  # no more work than this is queued in a tier by prefetches: loads come first
 MAX_ASKED = 4096  # maximum pages in one question
+NO_LOAD = -1
 SURE = 1.5  # a request waits for an answer only if it has time for this many round trips
 
 
@@ -75,8 +76,8 @@ class PageLoader:
         self._stack = stack
         self._bus = bus
         self._load_ids = count()
-        self._loads: list[PageLoad] = []
-        self._load_of: dict[int, PageLoad] = {}  # by device page
+        self._loads: dict[LoadId, PageLoad] = {}
+        self._load_of = np.full(pool.num_pages, NO_LOAD, np.int64)  # by device page
         self._news: list[PageKey] = []  # keys that `take_news` has not returned yet
         self.damaged = stack.damaged  # pages that could not be read
         self.links = stack.links  # by which pages come up, from host memory first
@@ -93,29 +94,24 @@ class PageLoader:
     @property
     def is_reading(self) -> bool:
         """Whether a load waits for a lower tier."""
-        return any(load.transfer is None for load in self._loads)
+        return any(load.transfer is None for load in self._loads.values())
 
     def is_crowded(self, num_pages: int) -> bool:
         """Whether loads in progress use the slots that `num_pages` pages would need."""
         return self.is_reading and self._stack.host.num_free < num_pages
 
-    def stored(self, keys: Iterable[PageKey]) -> StoredCounts:
+    def stored(self, keys: Sequence[PageKey]) -> StoredCounts:
         """How many leading pages of `keys` could be loaded."""
-        num_pages, below = 0, list[int]()
-        find = self._stack.pages.get
-        for key in keys:
-            page = find(key)
-            if page is None or not (full := page.full):
-                break
-            num_pages += 1
-            if not full & IN_HOST:
-                below.append(full)
+        places = [page.full for page in self._stack.pages.leading(keys)]
+        if 0 in places:
+            del places[places.index(0) :]
+        below = [full for full in places if not full & IN_HOST]
         if not below:
-            return StoredCounts(num_pages)
+            return StoredCounts(len(places))
         counts = [0] * len(self._stack.tiers)
         for full, number in Counter(below).items():
             counts[fastest(full)] += number
-        return StoredCounts(num_pages, tuple(counts[HOST + 1 :]))
+        return StoredCounts(len(places), tuple(counts[HOST + 1 :]))
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -128,9 +124,12 @@ class PageLoader:
         place, keys = 0, run.keys
         try:
             while place < len(keys):
-                size = self.run_length(keys[place:], READ_PIECE)
-                piece = device_pages[place : place + size]
-                started = self._start(run, run.first + place, piece, start_layers)
+                pages = self._stack.pages.leading(keys[place:])
+                size = num_together(pages, READ_PIECE)
+                if not size:
+                    break  # some were evicted for the pages before them
+                target = device_pages[place : place + size]
+                started = self._start(run, run.first + place, pages[:size], target, start_layers)
                 place += started
                 if started < size:
                     break
@@ -138,40 +137,28 @@ class PageLoader:
             self._pool.give_back(device_pages[place:])
         return keys[place - 1] if place else None
 
-    def _start(self, run: StoredRun, first: int, device_pages: Int32s, start_layers: int) -> int:
-        """Start to load the chain's pages from number `first` on; returns how many."""
+    def _start(
+        self, run: StoredRun, first: int, pages: list[Page], device_pages: Int32s, start_layers: int
+    ) -> int:
+        """Start to load these pages, the chain's from number `first` on; returns how many."""
         chain, size = run.chain, run.chain.page_size
-        end = first + len(device_pages)
+        end = first + len(pages)
+        if not self._hold_tokens(pages, chain.token_ids[first * size : end * size].tobytes()):
+            return 0
         keys = chain.keys[first:end]
-        if not self._has_all(keys, chain.token_ids[first * size : end * size].tobytes()):
-            return 0  # some were evicted for the pages before them
         load = self.copy_up(keys, device_pages, start_layers, run.limit_s)
         if load is None:
             return 0
         self._index.reserve(chain, first, load.device_pages)
         return len(load.device_pages)
 
-    def run_length(self, keys: Sequence[PageKey], most_read: int) -> int:
-        """How many leading pages to load together: all that are in host memory; if the first is
-        not, up to `most_read` that must be read first."""
-        pages = self._stack.pages
-        first = pages.get(keys[0])
-        in_host = 0 if first is None else first.full & IN_HOST
-        limit = len(keys) if in_host else min(len(keys), most_read)
-        for index in range(1, limit):
-            page = pages.get(keys[index])
-            if page is not None and page.full & IN_HOST != in_host:
-                return index
-        return limit
-
-    def _has_all(self, keys: Sequence[PageKey], token_ids: bytes) -> bool:
-        """Whether all pages could be loaded and hold the tokens that their names stand for. A page
-        with other tokens is dropped."""
-        width = len(token_ids) // len(keys)
-        for index, key in enumerate(keys):
-            page = self._stack.pages.get(key)
-            if page is None or not page.full:
-                return False
+    def _hold_tokens(self, pages: list[Page], token_ids: bytes) -> bool:
+        """Whether pages hold the tokens that their names stand for. A page with other tokens is
+        dropped."""
+        if b"".join([page.token_ids for page in pages]) == token_ids:
+            return True
+        width = len(token_ids) // len(pages)
+        for index, page in enumerate(pages):
             wanted = token_ids[index * width : (index + 1) * width]
             if not page.token_ids:  # from a shared tier: the name alone guarantees the tokens
                 page.token_ids = wanted
@@ -193,55 +180,44 @@ class PageLoader:
         into. None: not even the first has one, the copy failed, or the last load that began with
         this page failed. A tier may cancel reads that take longer than `limit_s`."""
         stack, host = self._stack, self._stack.host
-        pages = [stack.pages[key] for key in keys]
+        pages = stack.pages.leading(keys)
+        assert len(pages) == len(keys), "a page with a place was forgotten"
         if pages[0].skips_load:
             pages[0].skips_load = False
             return None
         for page in pages:
             page.holds += 1
-        short = sum(not page.taken & IN_HOST for page in pages) - host.num_free
-        if short > 0:
-            stack.carry_out(stack.policy.choose_victims(HOST, short))
-        size = self._num_with_slots(pages)
-        for page in pages[size:]:
-            stack.release(page)
+        absent = [index for index, page in enumerate(pages) if not page.taken & IN_HOST]
+        if len(absent) > host.num_free:
+            stack.carry_out(stack.policy.choose_victims(HOST, len(absent) - host.num_free))
+        size = absent[host.num_free] if len(absent) > host.num_free else len(pages)
+        stack.release_all(pages[size:])
         if not size:
             return None
         keys, device_pages, pages = keys[:size], device_pages[:size], pages[:size]
-        tiers = [fastest(page.full) for page in pages]
-        stack.read([page for page in pages if not page.taken & IN_HOST], limit_s)
+        tiers = [HOST if page.full & IN_HOST else fastest(page.full) for page in pages]
+        stack.read([pages[index] for index in absent if index < size], limit_s)
         load = PageLoad(
             self.next_load_id(), keys, device_pages, pages, start_layers, perf_counter(), tiers
         )
         host.link.start(size * self.page_bytes)
-        self._loads.append(load)
+        self._loads[load.load_id] = load
         self._advance(load)
         if load.has_failed:
             self._end(load, None)
             return None
-        self._load_of.update(dict.fromkeys(device_pages.tolist(), load))
+        self._load_of[device_pages] = load.load_id
         self._pool.pass_to_copy(device_pages)
         return load
 
-    def _num_with_slots(self, pages: Sequence[Page]) -> int:
-        """How many leading pages have a slot or can be given one."""
-        num_free = self._stack.host.num_free
-        for index, page in enumerate(pages):
-            num_free -= not page.taken & IN_HOST
-            if num_free < 0:
-                return index
-        return len(pages)
-
-    def startable(self, device_pages: Sequence[int]) -> Int32s | None:
+    def startable(self, device_pages: Int32s) -> Int32s | None:
         """Return the loads that a step must wait for before it reads `device_pages`, which are all
         LOADING. None: it is too early for such a step, or another sequence computes the pages."""
-        loads: dict[LoadId, None] = {}
-        for page in device_pages:
-            load = self._load_of.get(page)
-            if load is None or not load.is_startable:
+        found = dict.fromkeys(self._load_of[device_pages].tolist())
+        for load_id in found:
+            if load_id == NO_LOAD or not self._loads[load_id].is_startable:
                 return None
-            loads[load.load_id] = None
-        return np.array(list(loads), np.int32)
+        return np.array(list(found), np.int32)
 
     def prefetch(self) -> None:
         """Read the pages that waiting requests need next into host memory, from tiers with little
@@ -265,7 +241,7 @@ class PageLoader:
         """Collect the loads that have ended, and start copies whose pages were read. A step that
         is made now reads pages at the earliest in `lead_s` seconds."""
         left_s = lead_s
-        for load in list(self._loads):
+        for load in list(self._loads.values()):
             left_s = self._poll_load(load, left_s)
         self._news += self.questions.take_news()
 
@@ -316,14 +292,12 @@ class PageLoader:
         self._index.abort(device_pages)
         self._let_go(device_pages, keys)
         self._stack.host.link.give_up(len(pages) * self.page_bytes)
-        for page in pages:
-            self._stack.release(page)
+        self._stack.release_all(pages)
 
     def _let_go(self, device_pages: Int32s, keys: Sequence[PageKey]) -> None:
         """Note that a load no longer uses device pages."""
         self._news += keys
-        for page in device_pages.tolist():
-            del self._load_of[page]
+        self._load_of[device_pages] = NO_LOAD
         self._pool.end_copy(device_pages)
 
     def _advance(self, load: PageLoad) -> None:
@@ -342,7 +316,7 @@ class PageLoader:
 
     def _end(self, load: PageLoad, seconds: float | None) -> None:
         stack, host = self._stack, self._stack.host
-        self._loads.remove(load)
+        del self._loads[load.load_id]
         host.forget(load.load_id)
         num_bytes = len(load.pages) * self.page_bytes
         if seconds is None:
@@ -350,8 +324,7 @@ class PageLoader:
         else:
             host.link.finish(num_bytes, seconds)
             stack.carry_out(stack.policy.keep(load.keys, monotonic()))
-        for page in load.pages:
-            stack.release(page)
+        stack.release_all(load.pages)
 
     def _publish_loaded(self, load: PageLoad) -> None:
         seconds = perf_counter() - load.began_s
@@ -363,17 +336,30 @@ class PageLoader:
 
     def close(self) -> None:
         """Return when copies to the device have ended."""
-        for load in self._loads:
+        for load in self._loads.values():
             if load.transfer is not None:
                 with suppress(Exception):  # no request needs the load any more
                     load.transfer.wait()
 
     def check(self) -> None:
         """Raise if a load lost its pages."""
-        loading = [page for load in self._loads for page in load.pages]
+        loading = [page for load in self._loads.values() for page in load.pages]
         assert not any(page.taken for page in loading if page.is_lost), "a lost page has a place"
-        named = {page for load in self._loads for page in load.device_pages.tolist()}
-        assert self._load_of.keys() == named, "a load lost its pages"
+        expected = np.full_like(self._load_of, NO_LOAD)
+        for load in self._loads.values():
+            expected[load.device_pages] = load.load_id
+        assert np.array_equal(self._load_of, expected), "a load lost its pages"
+
+
+def num_together(pages: Sequence[Page], most_read: int) -> int:
+    """How many leading pages to load together: all that are in host memory; if the first is not, up
+    to `most_read` that must be read first."""
+    if not pages:
+        return 0
+    in_host = pages[0].full & IN_HOST
+    places = [page.full for page in (pages if in_host else pages[:most_read])]
+    is_like_first = [full > 0 and full & IN_HOST == in_host for full in places]
+    return is_like_first.index(False) if False in is_like_first else len(places)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,9 @@ layers are stored in pieces of this size (kv/stored_states.py).
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -38,6 +39,7 @@ class StoredPage(Generic[K]):
     full: int = 0
     top: int = NOWHERE  # the fastest tier in `wanted`
     rank: int = 0  # its order of eviction while no request waits for it
+    filed: int = 0  # its worth in the heap of its fastest tier (kv/eviction.py), or less than now
     used_s: float = 0.0
     is_exempt: bool = False  # not evicted at present
     holds: int = 0  # copies that use its places
@@ -101,6 +103,18 @@ class PageTable(Generic[K]):
     def get(self, key: K) -> StoredPage[K] | None:
         """A page that has a place, or should have one."""
         return self.stored.get(key) or self.unwanted.get(key)
+
+    def leading(self, keys: Sequence[K]) -> list[StoredPage[K]]:
+        """The pages of the first `keys`, up to the first that has no place."""
+        found: list[StoredPage[K]] = []
+        with suppress(KeyError):  # the first key that is not stored
+            found.extend(map(self.stored.__getitem__, keys))
+        if self.unwanted:
+            for key in islice(keys, len(found), None):
+                if (page := self.get(key)) is None:
+                    break
+                found.append(page)
+        return found
 
     def __getitem__(self, key: K) -> StoredPage[K]:
         page = self.get(key)

@@ -17,7 +17,6 @@ every page of a tier goes to the next tier, or is refused.
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -88,7 +87,9 @@ class TierPolicy(Generic[K]):
         self.table: PageTable[K] = PageTable(config.tier_pages)
         self._pages = self.table.stored
         self._counts = self.table.counts
-        self._window: QueueWindow[K] = QueueWindow(config.host_pages - config.headroom_pages)
+        can_prefetch = any(config.tier_pages[1:])
+        near_pages = config.host_pages - config.headroom_pages if can_prefetch else 0
+        self._window: QueueWindow[K] = QueueWindow(near_pages)
         self._next_use = self._window.next_use
         self._order = TierOrder(self.table, self._window, config.tier_pages)
         self._clock = 0  # counts uses
@@ -147,22 +148,19 @@ class TierPolicy(Generic[K]):
         """
         if not self._sees_queue:
             return
-        self._order.file_all(self._window.enter(ticket, keys, place))
-        self._order.clean()
+        self._window.enter(ticket, keys, place)
 
     def dismiss(self, ticket: Hashable) -> None:
         """The request left the queue: it was served or cancelled."""
-        self._order.file_all(self._window.leave(ticket))
+        self._order.note_less(self._window.leave(ticket))
         self._order.clean()
 
     # -- pages come ----------------------------------------------------------------------------
 
     def note_use(self, keys: Sequence[K], now: float) -> None:
         """A request uses `keys`, the beginning of a chain; pages not stored are skipped."""
-        for key in reversed(keys):
-            page = self._pages.get(key)
-            if page is not None:
-                self._touch(page, now)
+        find = self._pages.get
+        self._use([page for key in keys if (page := find(key)) is not None], now)
         self._order.clean()
 
     def admit(self, keys: Sequence[K], now: float, after: Sequence[K | None] = ()) -> Moves[K]:
@@ -174,18 +172,13 @@ class TierPolicy(Generic[K]):
         in lower tiers evicts nothing: a request for it has to wait for those tiers anyway.
         """
         moves: Moves[K] = Moves()
-        pages, missing = self._pages, []
-        for key in reversed(keys):
-            page = pages.get(key)
-            if page is None:
-                page = self.table.add(key)
-                self._clock += 1
-            self._touch(page, now)
-            if page.top:
-                missing.append(page)
+        pages, add = self._pages, self.table.add
+        chain = [pages.get(key) or add(key) for key in keys]
+        self._use(chain, now)
+        missing = [page for page in chain if page.top]
         is_choosy = self._sees_queue and not self._is_lively
         before = dict(zip(keys, after, strict=True)) if after and is_choosy else {}
-        for page in reversed(missing):
+        for page in missing:
             if pages.get(page.key) is not page:  # evicted for a page before it in the chain
                 continue
             worth, spared = self._order.worth(page), 0
@@ -240,11 +233,8 @@ class TierPolicy(Generic[K]):
         return self._soon * len(self._pages) > self.config.host_pages
 
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
-        """`dismiss` and `admit` for a request that was served; its pages are filed only once."""
-        awaited = self._window.leave(ticket)
-        if keys[: len(awaited)] == awaited:  # `admit` files these pages anyway
-            awaited = [key for key in awaited if key in self._next_use]
-        self._order.file_all(awaited)
+        """`dismiss` and `admit` for a request that was served."""
+        self._order.note_less(self._window.leave(ticket))
         return self.admit(keys, now)
 
     def recover(self, tier: int, keys: Iterable[K], now: float) -> Moves[K]:
@@ -254,8 +244,7 @@ class TierPolicy(Generic[K]):
             page = self._pages.get(key)
             if page is None:
                 page = self.table.add(key)
-                self._clock += 1
-                self._touch(page, now)
+                self._use([page], now)
             elif page.wanted >> tier & 1:
                 continue
             if self._order.make_room(tier, self._order.worth(page), moves):
@@ -391,17 +380,20 @@ class TierPolicy(Generic[K]):
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _touch(self, page: StoredPage[K], now: float) -> None:
-        page.used_s = now
+    def _use(self, pages: Sequence[StoredPage[K]], now: float) -> None:
+        """A request uses pages of a chain: the head counts as used last, so the tail goes first."""
+        clock, rank_used = self._clock, self._rank_used
+        for page in reversed(pages):
+            clock += 1 if page.rank else 2  # the first use of a page counts as its arrival, too
+            page.used_s = now
+            page.rank = rank_used(page.rank, clock)
+        self._clock = clock
+        self._order.note_less([page.key for page in pages if page.rank < page.filed])
         if self._has_ttl:
             by_use = self.table.by_use
-            by_use.pop(page.key, None)
-            by_use[page.key] = None
-        self._clock = clock = self._clock + 1
-        before, key = page.rank, page.key
-        page.rank = rank = self._rank_used(before, clock)
-        if rank != before and page.wanted and not page.is_exempt and key not in self._next_use:
-            heappush(self._order.heaps[page.top], (rank, key))  # like `TierOrder.file`, but faster
+            for page in reversed(pages):
+                by_use.pop(page.key, None)
+                by_use[page.key] = None
 
     def check(self) -> None:
         """Raise if the invariant is broken."""

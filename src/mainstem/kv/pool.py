@@ -45,13 +45,13 @@ class PagePool:
     def share(self, pages: Int32s) -> None:
         """Add a holder to each of `pages`, which must be held already."""
         before = self.holders[pages]
-        assert before.all(), "a free page cannot be shared"
+        assert np.count_nonzero(before) == len(before), "a free page cannot be shared"
         self.holders[pages] = before + 1
 
     def give_back(self, pages: Int32s) -> None:
         """Remove a holder from each of `pages` (no page twice); a page without holders is free."""
         left = self.holders[pages] - 1
-        assert (left >= 0).all(), "a page was given back more often than it was lent"
+        assert not np.count_nonzero(left < 0), "a page was given back more often than it was lent"
         self.holders[pages] = left
         freed = pages[left == 0]
         top = self.num_free

@@ -14,7 +14,7 @@ it in kv/loading.py. The engine's thread owns these objects; copies and lower ti
 threads, and `poll` collects their results.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic, time
 
 from mainstem.core import events
@@ -111,9 +111,15 @@ class TierStack:
 
     def release(self, page: Page) -> None:
         """Note that a copy no longer uses the page."""
-        page.holds -= 1
-        if not page.is_lost:
-            self.settle(page)
+        self.release_all((page,))
+
+    def release_all(self, pages: Iterable[Page]) -> None:
+        """Note that a copy no longer uses any of these pages."""
+        for page in pages:
+            page.holds -= 1
+            is_settled = page.taken == page.wanted and page.taken
+            if not (is_settled or page.is_lost):
+                self.settle(page)
 
     def drop(self, pages: Sequence[Page]) -> None:
         """Forget pages as soon as no copy uses them."""

@@ -34,6 +34,7 @@ class QueueWindow(Generic[K]):
     """
 
     def __init__(self, near_pages: int) -> None:
+        """`near_pages`: how many pages are prefetched at most; 0: none are."""
         self._near_pages = near_pages
         self._chains: dict[Hashable, tuple[int, Sequence[K]]] = {}  # ticket -> place, keys
         self._places: list[int] = []
@@ -51,9 +52,8 @@ class QueueWindow(Generic[K]):
     def __contains__(self, ticket: Hashable) -> bool:
         return ticket in self._chains
 
-    def enter(self, ticket: Hashable, keys: Sequence[K], place: int | None) -> list[K]:
-        """Queue a request, at the tail if `place` is None; returns the keys whose next use
-        changed."""
+    def enter(self, ticket: Hashable, keys: Sequence[K], place: int | None) -> None:
+        """Queue a request, at the tail if `place` is None."""
         assert ticket not in self._chains, "a ticket is queued twice"
         assert len(keys) < MAX_DEPTH, "a chain is too long"
         if place is None:
@@ -64,13 +64,16 @@ class QueueWindow(Generic[K]):
         self._places.insert(index, place)
         self._tickets.insert(index, ticket)
         when = place * MAX_DEPTH
-        changed = [key for depth, key in enumerate(keys) if self._add(key, when + depth)]
+        if self.next_use.keys().isdisjoint(keys):
+            self.next_use.update(zip(keys, range(when, when + len(keys)), strict=True))
+        else:
+            for depth, key in enumerate(keys):
+                self._add(key, when + depth)
         if index < self._num_near:
             self._num_near += 1
             self._approach(keys)
             self._recede()
         self._advance()
-        return changed
 
     def leave(self, ticket: Hashable) -> Sequence[K]:
         """Remove a request that was started or cancelled; returns its keys, or none if it was not
@@ -117,28 +120,30 @@ class QueueWindow(Generic[K]):
         """Do not want the page that `soonest` returned any more."""
         heappop(self._wanted)
 
-    def _add(self, key: K, when: int) -> bool:
-        """Add one use of a page; returns whether it is the page's next use."""
+    def _add(self, key: K, when: int) -> None:
+        """Add one use of a page."""
         first = self.next_use.get(key)
         if first is None:
             self.next_use[key] = when
-            return True
+            return
         later = self._later.get(key)
         if later is None:
             later = self._later[key] = deque()
         if when < first:
             self.next_use[key] = when
             later.appendleft(first)
-            return True
-        if not later or when > later[-1]:
+        elif not later or when > later[-1]:
             later.append(when)
         else:
             later.insert(bisect_left(later, when), when)
-        return False
 
     def _remove(self, keys: Sequence[K], when: int) -> None:
         """Remove the uses of a chain whose first page has `when`."""
         next_use, all_later = self.next_use, self._later
+        if all_later.keys().isdisjoint(keys):
+            for key in keys:
+                del next_use[key]
+            return
         for key in keys:
             later = all_later.get(key)
             if later is None:
@@ -170,6 +175,10 @@ class QueueWindow(Generic[K]):
 
     def _approach(self, keys: Sequence[K]) -> None:
         near = self.near
+        if near.keys().isdisjoint(keys):
+            near.update(dict.fromkeys(keys, 1))
+            self._news.update(dict.fromkeys(keys))
+            return
         for key in keys:
             count = near.get(key, 0)
             near[key] = count + 1

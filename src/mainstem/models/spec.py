@@ -452,12 +452,14 @@ class ModelSpec:
 
     def _num_mixer_params(self, layer: LayerSpec) -> int:
         """The weights before and after a layer's attention and recurrence."""
-        width, recurrent = self.first_width(layer), layer.recurrent
-        if recurrent is not None:
-            width += recurrent.out_width
+        return self.hidden_size * (self.first_width(layer) + self.mixed_width(layer))
+
+    def mixed_width(self, layer: LayerSpec) -> int:
+        """Columns of the output of a layer's attention and recurrence."""
+        width = 0 if layer.recurrent is None else layer.recurrent.out_width
         if layer.attention is not None:
             width += self.num_heads * self.kv_shape(layer.attention).dim
-        return self.hidden_size * width
+        return width
 
     def first_width(self, layer: LayerSpec) -> int:
         """Rows of the product before a layer's attention, then of that before its recurrence."""

@@ -11,6 +11,7 @@ are replayed as CUDA graphs (graphs.py).
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.gpu_rounded import OpenPlaces, RoundedGpuPages, Writes
-from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
+from mainstem.runner.graphs import FEW_TOKENS, Piece, StepGraphs, prompt_sizes
 from mainstem.runner.recurrence import DecodeStates, HybridAttention, Recurrence
 from mainstem.runner.rounded_weighing import RoundedKeys
 from mainstem.runner.sampler import (
@@ -125,7 +126,11 @@ class GpuRunner:
         self._num_launched = 0
         self._graphs: StepGraphs | None = None
         self._row_graphs: StepGraphs | None = None  # of decodes with rows (kv/rows.py)
-        self._before_last: dict[int, Rows] = {}  # by size: output of a graph without the last layer
+        # of steps with prompts, if the model has recurrent layers; `_graphs` has decodes only then
+        self._prompt_graphs: StepGraphs | None = None
+        self._prompt_mixer: Attention | None = None  # of the step that these run
+        # outputs of graphs without the last layer, by size and whether they are of prompts
+        self._before_last: dict[tuple[int, bool], Rows] = {}
         self._loads: Loads | None = None
         self._graph_sizes: tuple[int, ...] = ()
         self.weights: ModelWeights | None = None
@@ -192,15 +197,21 @@ class GpuRunner:
             attention.kinds_of_steps,
             self._pieces,
             decoder.spec.page_layers,
-            has_states=bool(decoder.recurrent),
         )
+        if self._recurrence is not None and not attention.expands:
+            self._prompt_graphs = StepGraphs(
+                prompt_sizes(graph_sizes),
+                attention.kinds_of_steps[:1],
+                self._prompt_pieces,
+                decoder.spec.page_layers,
+                beside=self._graphs,
+            )
         if self.states is not None and self.states.rows:
             self._row_graphs = StepGraphs(
                 tuple(size for size in graph_sizes if size <= FEW_TOKENS),
                 attention.kinds_of_steps[:1],
                 partial(self._pieces, has_rows=True),
                 decoder.spec.page_layers,
-                has_states=True,
                 beside=self._graphs,
             )
         torch.cuda.synchronize(self._device)
@@ -218,7 +229,7 @@ class GpuRunner:
         """Forget what has the addresses of weights and pages: they are about to have others. Call
         `capture_again` before the next step."""
         self.drain()
-        self._graphs = self._row_graphs = None
+        self._graphs = self._row_graphs = self._prompt_graphs = None
         self._before_last.clear()
         self._attention.forget_addresses()
 
@@ -247,7 +258,7 @@ class GpuRunner:
         """Wait for running steps; drop graphs and the latest samples. The rest is freed with the
         runner."""
         self.drain()
-        self._graphs = self._row_graphs = None
+        self._graphs = self._row_graphs = self._prompt_graphs = None
         self._before_last.clear()
         self._previous = torch.empty(0, dtype=torch.int64, device=self._device)
 
@@ -335,24 +346,32 @@ class GpuRunner:
             return hidden, [to_host(mass[None])[0] for mass in masses]
         graphs = self._graphs_for(step)
         assert graphs is not None
-        if self._decode_states is not None:
-            self._decode_states.send(step, size)
+        is_prompts = graphs is self._prompt_graphs
+        mixer: Attention
+        if is_prompts:
+            mixer = self._prompt_mixer = self._mixer(step)
+        else:
+            mixer = self._decode_mixer(size)
+            if self._decode_states is not None:
+                self._decode_states.send(step, size)
         for part, tensor in zip(self._pages.parts, self._pages.tensors, strict=True):
             places = inputs.windowed if part.is_windowed else inputs.places
             if places.copies is not None:
                 copy_slots(tensor.flatten(0, 1), *places.copies)
         graphs.replay(size, launches, gate)
-        if size > FEW_TOKENS:
+        if size > FEW_TOKENS or is_prompts:
             self._attention.bind(inputs.without_copies(), launches)  # these are already copied
-            normed, last = self._before_last[size], decoder.spec.num_layers - 1
-            rows, mixer = inputs.hidden_rows, self._decode_mixer(size)
-            return decoder.finish(normed, last, size, rows, mixer, gate), []
+            normed, last = self._before_last[size, is_prompts], decoder.spec.num_layers - 1
+            return decoder.finish(normed, last, size, inputs.hidden_rows, mixer, gate), []
         hidden = decoder.hidden(self._padded(size))
         return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows], []
 
     def _graphs_for(self, step: Step) -> StepGraphs | None:
-        has_rows = step.states is not None and step.states.rows is not None
-        return self._row_graphs if has_rows else self._graphs
+        if step.states is None:
+            return self._graphs
+        if step.num_decodes < step.num_tokens:
+            return self._prompt_graphs
+        return self._graphs if step.states.rows is None else self._row_graphs
 
     def _mixer(self, step: Step) -> Attention:
         """What runs attention and recurrent layers of a step."""
@@ -370,12 +389,10 @@ class GpuRunner:
 
     def _hybrid(self, segments: Segments, num_tokens: int) -> Attention:
         assert self._recurrence is not None
-        spec = self._decoder.spec
-        return HybridAttention(spec, self._attention, self._recurrence, segments, num_tokens)
+        spec, room = self._decoder.spec, self._decoder.mixed_rows
+        return HybridAttention(spec, self._attention, self._recurrence, segments, num_tokens, room)
 
-    def _pieces(
-        self, size: int, launches: Launches, *, has_rows: bool = False
-    ) -> list[Callable[[], None]]:
+    def _pieces(self, size: int, launches: Launches, *, has_rows: bool = False) -> list[Piece]:
         """What graphs of `size` tokens hold: everything from the ids to the last norm. Large
         graphs leave out the last layer: it would compute all rows there, and few are needed."""
         inputs, decoder = self._inputs.views(size), self._decoder
@@ -392,9 +409,52 @@ class GpuRunner:
             layers = (first, min(first + LAYERS_AT_ONCE, end))
             normed.append(decoder.run_layers(normed[-1], size, None, layers, mixer, self._gate))
             if size > FEW_TOKENS:
-                self._before_last[size] = normed[-1]
+                self._before_last[size, False] = normed[-1]
 
-        return [partial(run, first) for first in range(0, max(end, 1), LAYERS_AT_ONCE)]
+        ranges = [
+            range(first, min(first + LAYERS_AT_ONCE, end))
+            for first in range(0, max(end, 1), LAYERS_AT_ONCE)
+        ]
+        return [Piece(partial(run, layers.start), layers) for layers in ranges]
+
+    def _prompt_pieces(self, size: int, launches: Launches) -> list[Piece]:
+        """Likewise for steps with prompts, if the model has recurrent layers: each recurrence is a
+        piece of its own, which is launched in each step. The last layer is left out."""
+        assert self._recurrence is not None
+        inputs, decoder, spec = self._inputs.views(size), self._decoder, self._decoder.spec
+        trash = self._recurrence.states.num_states
+        segments = self._recurrence.one_prompt(size, trash, self._device)
+        mixer = self._prompt_mixer = self._hybrid(segments, size)
+        projected: dict[int, Tensor] = {}  # passed from piece to piece, at fixed addresses
+
+        def run(first: int, last: int) -> None:
+            """From after the recurrence of layer `first` up to before that of layer `last`."""
+            self._attention.bind(inputs, launches)
+            normed = decoder.begin(inputs.token_ids) if first < 0 else decoder.complete(first, size)
+            normed = decoder.run_layers(normed, size, None, (first + 1, last), mixer, self._gate)
+            if last < end:
+                projected[last] = decoder.project(last, normed, size)
+            else:
+                self._before_last[size, True] = normed
+
+        def recur(layer: int) -> None:
+            assert self._prompt_mixer is not None
+            self._attention.bind(inputs, launches)  # of layers that have both
+            mixed, room = (
+                self._prompt_mixer.run(layer, projected[layer]),
+                decoder.mixed(layer, size),
+            )
+            if mixed.data_ptr() != room.data_ptr():
+                room.copy_(mixed)
+
+        end = spec.num_layers - 1
+        ends = [-1, *(i for i in range(end) if spec.state_layers[i] is not None), end]
+        pieces: list[Piece] = []
+        for first, last in pairwise(ends):
+            pieces.append(Piece(partial(run, first, last), range(first + 1, last)))
+            if last < end:
+                pieces.append(Piece(partial(recur, last), range(last, last + 1), is_captured=False))
+        return pieces
 
     def _sample_hidden(self, hidden: Tensor, step: Step) -> tuple[Tensor, LogprobRows | None]:
         rows, limit = len(step.sample_rows), len(self._logits)

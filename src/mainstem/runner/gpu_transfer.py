@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mainstem.core.step import Int32s
-from mainstem.kernels.memory.transfer import spread_pages
+from mainstem.kernels.memory.transfer import PageSpread
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kv.transfer import LoadId
 from mainstem.models.block import Gate
@@ -79,19 +79,29 @@ class _Staging:
         """`page_bytes` is the number of bytes of a page that are moved at once."""
         self.pages = max(1, STAGING_BYTES // page_bytes)
         self._buffers = [
-            torch.empty(self.pages * page_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+            torch.empty(self.pages * page_bytes // 4, dtype=torch.int32, device=device)
+            for _ in range(2)
         ]
-        self._is_empty = [_event(), _event()]
+        self._is_full, self._is_empty = [_event(), _event()], [_event(), _event()]
         self._next = 0
         self.rows_stream = _stream(device, priority=-1)  # stream of the copy engine
         self.pages_stream = _stream(device, priority=-1)  # stream of the kernel
 
-    def take(self) -> tuple[Tensor, torch.cuda.Event]:
-        """Return a buffer to fill on `rows_stream`, and the event to record when it is empty
-        again."""
+    def take(self) -> Tensor:
+        """Return a buffer to fill on `rows_stream`; then call `filled` and `emptied`."""
         self._next = 1 - self._next
         self.rows_stream.wait_event(self._is_empty[self._next])
-        return self._buffers[self._next], self._is_empty[self._next]
+        return self._buffers[self._next]
+
+    def filled(self) -> None:
+        """The rows of the buffer are queued: what is queued on `pages_stream` from now on reads
+        it."""
+        self._is_full[self._next].record(self.rows_stream)
+        self.pages_stream.wait_event(self._is_full[self._next])
+
+    def emptied(self) -> None:
+        """All that reads the buffer is queued."""
+        self._is_empty[self._next].record(self.pages_stream)
 
     def synchronize(self) -> None:
         self.rows_stream.synchronize()
@@ -121,7 +131,15 @@ class GpuCopier:
                 pages.tensors, pages.parts, self._slab.part_starts, strict=True
             )
         ]
-        most = max(each.layer_bytes * min(LAYERS_AT_ONCE, len(each.layers)) for each in self._parts)
+        self._groups = [
+            [
+                self._layers_of(part, part.between(first, first + LAYERS_AT_ONCE))
+                for part in self._parts
+                if part.has_any(first, first + LAYERS_AT_ONCE)
+            ]
+            for first in range(0, self.num_layers, LAYERS_AT_ONCE)
+        ]
+        most = max(layers.width for group in self._groups for layers in group)
         self._staging = _Staging(most, self._device)
         self._saves_stream = _stream(self._device, priority=0)
         self._loads: dict[LoadId, GpuTransfer] = {}
@@ -130,9 +148,9 @@ class GpuCopier:
     def _compile(self) -> None:
         """Compile the kernel before the first load needs it."""
         nothing = torch.empty(0, dtype=torch.int32, device=self._device)
-        buffer, _ = self._staging.take()
-        for part in self._parts:
-            spread_pages(part.tensor, buffer, nothing)
+        buffer = self._staging.take()
+        for layers in (layers for group in self._groups for layers in group):
+            layers.spread.run(buffer, nothing)
         torch.cuda.synchronize(buffer.device)
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> GpuTransfer:
@@ -182,31 +200,42 @@ class GpuCopier:
             page_ids = windowed_ids = self._upload(pages, transfer)
             if copy.parts is not None:
                 windowed_ids = self._upload(copy.parts[order], transfer)
-            for group in range(0, self.num_layers, LAYERS_AT_ONCE):
-                for part in self._parts:
-                    ids = windowed_ids if part.is_windowed else page_ids
-                    self._load_layers(part, part.between(group, group + LAYERS_AT_ONCE), slots, ids)
+            portions = [
+                (list(_runs(slots[some])), page_ids[some], windowed_ids[some])
+                for some in _parts(len(slots), staging.pages)
+            ]
+            for group in self._groups:
+                for layers in group:
+                    for runs, full, windowed in portions:
+                        self._load_layers(layers, runs, windowed if layers.is_windowed else full)
                 transfer.events.append(_recorded(staging.pages_stream))
         self._loads[load_id] = transfer
         return transfer
 
-    def _load_layers(self, part: "_CopiedPart", layers: slice, slots: Int32s, ids: Tensor) -> None:
-        """Copy some layers of a part from ascending slots to these places."""
-        tensor, staging = part.tensor[layers], self._staging
+    def _load_layers(
+        self, layers: "_CopiedLayers", runs: list[tuple[int, int, int]], places: Tensor
+    ) -> None:
+        """Copy layers from runs of slots to these places."""
+        staging, stream = self._staging, self._staging.rows_stream.cuda_stream
+        buffer = staging.take()
+        target = buffer.data_ptr()
+        for row, slot, length in runs:
+            source = layers.address + slot * self._slab.slot_bytes
+            layers.rows.to_device(source, target + row * layers.width, length, stream)
+        staging.filled()
+        layers.spread.run(buffer, places)
+        staging.emptied()
+
+    def _layers_of(self, part: "_CopiedPart", layers: slice) -> "_CopiedLayers":
+        tensor = part.tensor[layers]
         width = len(tensor) * part.layer_bytes
-        if width == 0:
-            return
-        rows = PitchedRows(width, host_pitch=self._slab.slot_bytes, device_pitch=width)
-        for some in _parts(len(slots), staging.pages):
-            buffer, is_empty = staging.take()
-            for row, slot, length in _runs(slots[some]):
-                rows.to_device(
-                    self._address(slot, part, layers.start), buffer.data_ptr() + row * width,
-                    length, staging.rows_stream.cuda_stream,
-                )  # fmt: skip
-            staging.pages_stream.wait_stream(staging.rows_stream)
-            spread_pages(tensor, buffer, ids[some])
-            is_empty.record(staging.pages_stream)
+        return _CopiedLayers(
+            width,
+            self._address(0, part, layers.start),
+            PitchedRows(width, host_pitch=self._slab.slot_bytes, device_pitch=width),
+            PageSpread(tensor),
+            part.is_windowed,
+        )
 
     def forget(self, load_id: LoadId) -> None:
         self._loads.pop(load_id, None)
@@ -277,6 +306,22 @@ class _CopiedPart:
     def between(self, first: int, end: int) -> slice:
         """The layers whose places in a page are from `first` up to `end`."""
         return slice(bisect_left(self.layers, first), bisect_left(self.layers, end))
+
+    def has_any(self, first: int, end: int) -> bool:
+        """Whether there is such a layer."""
+        found = self.between(first, end)
+        return bool(found.start < found.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _CopiedLayers:
+    """Layers of a part that are loaded together."""
+
+    width: int  # bytes of a page in them
+    address: int  # where they begin in slot 0
+    rows: PitchedRows
+    spread: PageSpread
+    is_windowed: bool
 
 
 def _parts(count: int, at_once: int) -> Iterator[slice]:

@@ -2,11 +2,14 @@
 
 A step that needs pages still being loaded waits for them between the pieces. Small steps also have
 graphs without the attention launches that decodes often do not need.
+
+Some pieces are no graphs, but run in each step: recurrences over prompts, whose launches depend on
+how a step's tokens are divided among its sequences.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +25,9 @@ GRAPH_SIZES = (
 )  # fmt: skip
 FEW_TOKENS = 1024  # every model has graphs up to this size
 # Seconds that the host of an H200 needs to launch a layer. Measured: 12.5 ms for 32 dense layers;
-# 52 ms for 48 layers with experts, before launches became a quarter cheaper. The card's products
-# run at 600 TFLOP/s.
-_DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.4e-3, 0.8e-3
+# 52 ms for 48 layers with experts, before launches became a quarter cheaper. A hybrid's layers have
+# about half as many launches more. The card's products run at 600 TFLOP/s.
+_DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S, _RECURRENT_LAUNCH_S = 0.4e-3, 0.8e-3, 0.3e-3
 _WEIGHTS_PER_S = 3e14  # weights x tokens a second, at 2 FLOP each
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
 MOST_TOKENS_OF_FEWER = 256
@@ -34,13 +37,29 @@ def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
     """The sizes to capture, up to `max_tokens`: all up to FEW_TOKENS, and those of steps that take
     longer to launch than to compute. A larger step keeps the device busy while the host launches.
 
-    Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 1,920, Qwen3-30B-A3B: 4,096.
+    Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 1,920, Qwen3-30B-A3B and Qwen3.6-35B-A3B: 4,096.
     """
     has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
     launch_s = _EXPERTS_LAUNCH_S if has_experts else _DENSE_LAUNCH_S
+    if spec.recurrences:
+        launch_s += _RECURRENT_LAUNCH_S
     launch_bound = spec.num_layers * launch_s * _WEIGHTS_PER_S / spec.num_layer_params
     most = min(max_tokens, max(launch_bound, FEW_TOKENS))
     return tuple(size for size in GRAPH_SIZES if size <= most)
+
+
+def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of the sizes that graphs of prompts have in models with recurrent layers. A prompt of
+    this many tokens may be computed in half the time of its launches; fewer sizes start sooner."""
+    return tuple(size for size in sizes if size % 256 == 0 or size in (64, 128))
+
+
+class Piece(NamedTuple):
+    """A part of a pass that can be run again. What it reads and writes has fixed addresses."""
+
+    run: Callable[[], None]
+    layers: range  # those whose attention it runs
+    is_captured: bool = True
 
 
 class StepGraphs:
@@ -53,54 +72,50 @@ class StepGraphs:
         self,
         sizes: tuple[int, ...],
         kinds: tuple[Launches, ...],
-        pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
+        pieces_of: Callable[[int, Launches], Sequence[Piece]],
         page_layers: Sequence[int | None],
         *,
-        has_states: bool,
         beside: "StepGraphs | None" = None,
     ) -> None:
         """The first of the `kinds` works for any step. `pieces_of(size, launches)` returns the
-        pieces in order, of LAYERS_AT_ONCE layers each. `page_layers` is that of the recipe;
-        `has_states`: whether it has recurrences; `beside`: graphs whose memory these share.
+        pieces in order. `page_layers` is that of the recipe; `beside`: graphs whose memory these
+        share.
         """
-        numbers = [
-            [number for number in page_layers[first : first + LAYERS_AT_ONCE] if number is not None]
-            for first in range(0, len(page_layers), LAYERS_AT_ONCE)
-        ]
-        # layers of pages arrive in groups: each piece waits for those that begin in it
-        self._awaited = [[n for n in piece if n % LAYERS_AT_ONCE == 0] for piece in numbers]
-        self._has_states = has_states
+        self._page_layers = page_layers
         self._sizes = sizes
         self._all = kinds[0]
-        self._graphs: dict[tuple[int, Launches], list[torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[tuple[int, Launches], list[_Replay]] = {}
         # torch's handle of the memory that all graphs share
         self._pool: Any = None if beside is None else beside._pool
         for size in reversed(sizes):  # the largest first: the others fit into its memory
             for launches in kinds if size <= MOST_TOKENS_OF_FEWER else kinds[:1]:
                 self._graphs[size, launches] = self._capture(pieces_of(size, launches))
 
-    def _capture(self, pieces: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
+    def _capture(self, pieces: Sequence[Piece]) -> "list[_Replay]":
         # the first run compiles kernels and chooses algorithms; a capture must not do so
         for piece in pieces:
-            piece()
+            piece.run()
         torch.cuda.synchronize()
-        graphs = []
-        for piece in pieces:
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: NCCL's watchdog thread may query its events during the capture
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                piece()
-            self._pool = graph.pool()
-            graphs.append(graph)
-        return graphs
+        return [self._captured(piece) for piece in pieces]
+
+    def _captured(self, piece: Piece) -> "_Replay":
+        # layers of pages arrive in groups: each piece waits for those that begin in it
+        numbers = [self._page_layers[layer] for layer in piece.layers]
+        awaited = [n for n in numbers if n is not None and n % LAYERS_AT_ONCE == 0]
+        if not piece.is_captured:
+            return _Replay(awaited, piece.run)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread may query its events during the capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            piece.run()
+        self._pool = graph.pool()
+        return _Replay(awaited, graph.replay)
 
     def size_for(self, step: Step) -> int | None:
         """The size to replay; None if the step is too large or needs work that no graph has. Copies
         run before the pass, so they must not read what the step itself writes."""
         if len(step.move_to) or step.weighings:
             return None
-        if self._has_states and step.num_decodes < step.num_tokens:
-            return None  # graphs of recurrent layers hold decodes only
         if len(step.copy_to) and _reads_its_own(step):
             return None
         if not self._sizes or step.num_tokens > self._sizes[-1]:
@@ -111,11 +126,17 @@ class StepGraphs:
         """Queue a pass that has at least these launches. Before each piece, the gate waits until
         the first layer of the piece may run.
         """
-        graphs = self._graphs.get((size, launches)) or self._graphs[size, self._all]
-        for index, graph in enumerate(graphs):
-            for layer in self._awaited[index]:
+        for piece in self._graphs.get((size, launches)) or self._graphs[size, self._all]:
+            for layer in piece.awaited:
                 gate.before(layer)
-            graph.replay()
+            piece.run()
+
+
+class _Replay(NamedTuple):
+    """A piece of a captured pass."""
+
+    awaited: list[int]  # layers of pages that it waits for
+    run: Callable[[], None]
 
 
 def _reads_its_own(step: Step) -> bool:

@@ -1,6 +1,6 @@
 """Recurrent layers of a step, on any device: the kernels of a backend over the slots of states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from mainstem.kernels.recurrent.rows import NUM_PACKED, LayerRows, RowUse, pack_
 from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 from mainstem.kv.states import NO_STATE
 from mainstem.models.block import Attention
-from mainstem.models.recurrence import DeltaSpec, GateOrder, MambaSpec, RecurrentSpec
+from mainstem.models.recurrence import DeltaSpec, GateOrder, MambaSpec
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.states import DeviceStates
@@ -78,40 +78,47 @@ class Recurrence:
         rows = (np.full(1, last, np.int32), np.zeros(1, np.int32))
         return make_segments(starts, writes, np.array([0, 1], np.int32), reads, 0, device, rows)
 
-    def run(self, number: int, first: Tensor, segments: Segments, num_tokens: int) -> Tensor:
-        """Run recurrent layer `number` on the output of its first product; returns the input of its
-        second product, [rows, out_width]. Rows after `num_tokens` are padding: they give zeros."""
-        if len(first) == num_tokens:
-            return self._run(number, first, segments)
-        mixed = self._run(number, first[:num_tokens], segments)
-        return torch.nn.functional.pad(mixed, (0, 0, 0, len(first) - num_tokens))
-
-    def _run(self, number: int, first: Tensor, segments: Segments) -> Tensor:
-        spec, tensors, state = self._layers[number]
-        kept = Kept(*state, None if segments.rows is None else self.states.rows[number])
-        if isinstance(spec, DeltaSpec):
-            return self._delta(spec, tensors, kept, first, segments)
-        if isinstance(spec, MambaSpec):
-            return self._mamba(spec, tensors, kept, first, segments)
-        before, after, x = first.chunk(3, dim=1)
-        mixed = self._convolved(spec, tensors, kept, before * x, segments, is_activated=False)
-        return mixed.mul_(after)
-
-    def _convolved(
+    def run(
         self,
-        spec: RecurrentSpec,
+        number: int,
+        first: Tensor,
+        segments: Segments,
+        num_tokens: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Run recurrent layer `number` on the output of its first product; returns the input of its
+        second product, [rows, out_width], which is `out` if that is given. Rows after `num_tokens`
+        are padding: they give zeros."""
+        spec, tensors, state = self._layers[number]
+        if out is None:
+            out = first.new_empty(len(first), spec.out_width)
+        if len(first) > num_tokens:
+            out[num_tokens:].zero_()
+        kept = Kept(*state, None if segments.rows is None else self.states.rows[number])
+        first, new = first[:num_tokens], out[:num_tokens]
+        if isinstance(spec, DeltaSpec):
+            self._delta(spec, tensors, kept, first, segments, new)
+        elif isinstance(spec, MambaSpec):
+            self._mamba(spec, tensors, kept, first, segments, new)
+        else:
+            before, after, x = first.chunk(3, dim=1)
+            self._convolve(tensors, kept, before * x, segments, new, is_activated=False)
+            new.mul_(after)
+        return out
+
+    def _convolve(
+        self,
         tensors: RecurrentTensors,
         kept: Kept,
         x: Tensor,
         segments: Segments,
+        out: Tensor,
         *,
         is_activated: bool = True,
-    ) -> Tensor:
-        out = x.new_empty(len(x), spec.conv_channels)
+    ) -> None:
         self._kernels.convolve(
             x, tensors.conv, tensors.conv_bias, segments, kept.conv, out, is_activated, kept.rows
         )
-        return out
 
     def _delta(
         self,
@@ -120,14 +127,15 @@ class Recurrence:
         kept: Kept,
         first: Tensor,
         segments: Segments,
-    ) -> Tensor:
+        out: Tensor,
+    ) -> None:
         tokens, keys, values = len(first), spec.key_heads * spec.key_dim, spec.out_width
         inputs, gate, b, a = torch.split(
             first, [spec.conv_channels, values, spec.value_heads, spec.value_heads], dim=1
         )
-        mixed = self._convolved(spec, tensors, kept, inputs, segments)
+        mixed = first.new_empty(tokens, spec.conv_channels)
+        self._convolve(tensors, kept, inputs, segments, mixed)
         q, k, v = torch.split(mixed, [keys, keys, values], dim=1)
-        out = first.new_empty(tokens, spec.value_heads, spec.value_dim)
         self._kernels.delta_rule(
             q.view(tokens, -1, spec.key_dim),
             k.view(tokens, -1, spec.key_dim),
@@ -138,12 +146,10 @@ class Recurrence:
             tensors.dt_bias,
             segments,
             kept.matrix,
-            out,
+            out.view(tokens, spec.value_heads, spec.value_dim),
             kept.rows,
         )
-        out = out.view(tokens, values)
         self._gated_norm(out, gate, tensors.gain, spec.value_dim, GateOrder.NORM_FIRST)
-        return out
 
     def _mamba(
         self,
@@ -152,12 +158,13 @@ class Recurrence:
         kept: Kept,
         first: Tensor,
         segments: Segments,
-    ) -> Tensor:
+        out: Tensor,
+    ) -> None:
         tokens, width, shared = len(first), spec.out_width, spec.groups * spec.state_dim
         inputs, gate, dt = torch.split(first, [spec.conv_channels, width, spec.heads], dim=1)
-        mixed = self._convolved(spec, tensors, kept, inputs, segments)
+        mixed = first.new_empty(tokens, spec.conv_channels)
+        self._convolve(tensors, kept, inputs, segments, mixed)
         x, b, c = torch.split(mixed, [width, shared, shared], dim=1)
-        out = first.new_empty(tokens, spec.heads, spec.head_dim)
         self._kernels.mamba_scan(
             x.view(tokens, -1, spec.head_dim),
             b.view(tokens, -1, spec.state_dim),
@@ -169,12 +176,10 @@ class Recurrence:
             spec.dt_limits,
             segments,
             kept.matrix,
-            out,
+            out.view(tokens, spec.heads, spec.head_dim),
             kept.rows,
         )
-        out = out.view(tokens, width)
         self._gated_norm(out, gate, tensors.gain, width // spec.norm_groups, spec.gate_order)
-        return out
 
     def _gated_norm(
         self, x: Tensor, gate: Tensor, gain: Tensor | None, group: int, order: GateOrder
@@ -249,7 +254,11 @@ class HybridAttention:
         recurrence: Recurrence,
         segments: Segments,
         num_tokens: int,
+        room: Callable[[int, int], Tensor] | None = None,
     ) -> None:
+        """`room` returns memory for the output of a recurrence, by rows and columns, where
+        that of attention is, too; None: new memory."""
+        self._room = room
         self._page_layers, self._state_layers = spec.page_layers, spec.state_layers
         self._recurrences = spec.recurrences
         self._attention = attention
@@ -264,7 +273,10 @@ class HybridAttention:
             assert page is not None, "a layer without attention and recurrence"
             return self._attention.run(page, qkv)
         if page is None:
-            return self._recurrence.run(state, qkv, self._segments, self._num_tokens)
+            out = None
+            if self._room is not None:
+                out = self._room(len(qkv), self._recurrences[state].out_width)
+            return self._recurrence.run(state, qkv, self._segments, self._num_tokens, out)
         width = qkv.shape[1] - self._recurrences[state].first_width
         of_attention = qkv[:, :width].contiguous()  # it is rotated in place
         recurred = self._recurrence.run(state, qkv[:, width:], self._segments, self._num_tokens)

@@ -13,7 +13,9 @@ from mainstem.kv.stack import READ_LIMIT_S
 from mainstem.kv.transfer import TierLink
 from mainstem.sched.step_times import StepTimes
 
-BUSY_S = 0.03  # a link is busy if its queued work outlasts the next step by this much
+# a link is busy if its queued work outlasts the next step by this much. That from host memory has
+# no latency, and each load that is begun delays the first step of those before it
+BUSY_S, HOST_BUSY_S = 0.03, 0.01
 # a step is assumed to take at least this part of its expected time: if the next step started before
 # its loads were done, all sequences would wait
 CAUTION = 0.8
@@ -110,8 +112,11 @@ class Fetching:
         being made."""
         if stored.num_below and self.loader.is_crowded(stored.num_below):
             return True
-        enough_s = BUSY_S + self.steps.interval_s
-        return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
+        host, interval_s = self.loader.links[HOST], self.steps.interval_s
+        return any(
+            link.expect_s(0) > interval_s + (HOST_BUSY_S if link is host else BUSY_S)
+            for link, _ in self._passes(stored)
+        )
 
     def start_layers(self, stored: StoredCounts, new_tokens: int) -> int:
         """Return how many layers must be loaded before a prompt of `new_tokens` starts on a

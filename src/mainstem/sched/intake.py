@@ -36,7 +36,7 @@ class Intake:
         self._window = window
         self._truncator = Truncator(config, window, store.page_size)
         self._is_sharing = config.share is not Share.NONE
-        self._seed = config.seed
+        self._seed = _mix(config.seed, -1)  # no answer has index -1
         self._arrivals = count()
 
     def accept(self, given: Request) -> tuple[list[Sequence], Truncation | None]:
@@ -119,7 +119,7 @@ class Intake:
         depends only on it and on `index`."""
         arrival, seed = next(self._arrivals), request.sampling.seed
         if seed is None:
-            seed = _mix(_mix(self._seed, -1), arrival)  # no answer has index -1
+            seed = _mix(self._seed, arrival)
         return _mix(seed, index) if index else seed, arrival
 
     def _names(

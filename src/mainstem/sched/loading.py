@@ -89,12 +89,13 @@ class Loader:
             return None
         if found.stored is not None:
             return self._load_state(found, found.stored, tokens_ahead)
-        runs, kept = [StoredRun(chain, len(match.before), match.stored.num_pages)], match.before
+        stored, kept = match.stored, match.before
+        runs = [StoredRun(chain, len(kept), stored.num_pages)]
         if sequence.truncated is not None and sequence.truncated.origins is not None:
             wanted = found.pages_to_find(page_size)
             runs, sources = sequence.truncated.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
-        stored = self._store.loader.stored([key for run in runs for key in run.keys])
+            stored = self._store.loader.stored([key for run in runs for key in run.keys])
         if not stored.num_pages:
             return None
         if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):

@@ -190,10 +190,8 @@ class WaitingQueue:
 
     def unpark(self, awaited: Iterable[Awaited]) -> None:
         """Let sequences that are parked on one of these try again."""
-        if not self._parked:
-            return
-        for key in awaited:
-            for sequence in self._parked.pop(key, ()):
+        for key in self._parked.keys() & awaited if self._parked else ():
+            for sequence in self._parked.pop(key):
                 self._num_parked -= 1
                 self.push(sequence)
 

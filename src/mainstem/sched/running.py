@@ -55,7 +55,12 @@ class PlannedOrder:
     def forks(self, plan_place: int) -> list[int]:
         """The numbers of leading tokens that the prompt at `plan_place` shares with later ones."""
         following = self._shared_with_next[plan_place : min(self._length, plan_place + FORKS_AHEAD)]
-        return np.unique(np.minimum.accumulate(following)).tolist() if len(following) else []
+        found: list[int] = []  # every number that is less than all before it; few are
+        while len(following):
+            found.append(int(following[0]))
+            is_less = following < found[-1]
+            following = following[is_less.argmax() :] if is_less.any() else following[:0]
+        return found[::-1]
 
     def __len__(self) -> int:
         return self._length

@@ -19,7 +19,7 @@ from mainstem.core.events import (
     SequenceResumed,
     WindowsLost,
 )
-from mainstem.core.ids import SeqSlot
+from mainstem.core.ids import PageKey, SeqSlot
 from mainstem.core.step import Float32s, Int32s, StartedSequence
 from mainstem.kv.finder import Lookup, Match
 from mainstem.sched.batching import Chunk, PageCopy, PageMove, StepWork
@@ -155,12 +155,14 @@ class Starter:
         # of the step being made
         self._outlook: Outlook | None = None  # made when the first sequence wants to start
         self._num_parked_pages = 0  # pages looked up for sequences that were then parked
+        self._begun: dict[Sequence, PageKey] = {}  # loads, by what they make a sequence wait for
 
     def fill(self, work: StepWork) -> None:
         """Start loads for the next sequences, and add prompt chunks within the budget, by priority.
         At the same priority, sequences that have started come before new ones, but for those that
         have few tokens left to compute."""
         self._outlook, self._num_parked_pages = None, 0
+        self._begun.clear()
         self._queue.unpark(self._collectors.remove_done())
         if self._windows is not None and len(self._queue):
             self._windows.forecast(self._running.slots, self._running.tree)
@@ -222,6 +224,9 @@ class Starter:
 
     def _try_start(self, sequence: Sequence, work: StepWork) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
+        if (awaited := self._begun.get(sequence)) is not None:
+            self._queue.park(self._queue.pop(), awaited)
+            return None
         found = self._look_up(sequence)
         if found.awaited is not None:
             self._queue.park(self._queue.pop(), found.awaited)
@@ -474,7 +479,8 @@ class Starter:
                     if not stored.num_below:
                         # the link from host memory is busy, and every load passes through it
                         return
-                elif loader.load(found, tokens_ahead) is not None:
+                elif (awaited := loader.load(found, tokens_ahead)) is not None:
+                    self._begun[sequence] = awaited
                     if found.stored is None:
                         num_there = len(found.match.before) + stored.num_pages
                         num_tokens = found.num_known - num_there * page_size

@@ -35,7 +35,7 @@ from mainstem.kv.store import KVStore
 from mainstem.sched.batching import Chunk, StepWork
 from mainstem.sched.queue import Candidate
 from mainstem.sched.rows import SequenceRows
-from mainstem.sched.sequence import Sequence
+from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.stored_starts import StoredStarts
 from mainstem.sched.table import NO_ROWS, SeqTable
 
@@ -80,10 +80,12 @@ class SequenceStates:
         if not whole_pages:
             num_matched += match.similar_tokens
         num_reusable = found.sequence.num_reusable(found.num_known)
-        num_wanted, _ = self._states.find(chain, num_reusable)
-        if num_wanted > num_matched and (key := self._page_in_progress(chain, num_wanted)):
-            return replace(found, awaited=key)
-        position, slot = self._states.find(chain, num_matched)
+        num_wanted, slot = self._states.find(chain, num_reusable)
+        position = num_wanted
+        if num_wanted > num_matched:
+            if (key := self._page_in_progress(chain, num_wanted)) is not None:
+                return replace(found, awaited=key)
+            position, slot = self._states.find(chain, num_matched)
         while whole_pages and position % page_size:
             position, slot = self._states.find(chain, position // page_size * page_size)
         if (name := self._await_fork(found, chain, max(position, num_wanted))) is not None:
@@ -192,8 +194,9 @@ class SequenceStates:
         self._plan(sequence, cuts)
 
     def _may_return(self, sequence: Sequence) -> bool:
-        """Whether a prompt may be continued by requests that nobody has announced. What prompts of
-        a plan share is known: its forks. Tiers below the device keep states for another job."""
+        """Whether a prompt, or its answer, may be continued by requests that nobody has announced.
+        What prompts of a plan share is known: its forks. Tiers below the device keep states for
+        another job."""
         return sequence.request.plan_place is None or self._stored is not None
 
     def _wanted_after(self, found: Candidate, last: int) -> list[int]:
@@ -406,6 +409,8 @@ class SequenceStates:
         if own == NO_STATE:
             return names
         is_useful = self._page_size <= num_tokens <= num_known
+        if sequence.state is SeqState.DONE:  # not preempted
+            is_useful &= self._may_return(sequence)
         if chain is None or read != own or had_rows or not is_useful:
             self._states.give_back(own)
             return names

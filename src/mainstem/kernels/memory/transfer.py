@@ -40,26 +40,37 @@ def _spread_kernel(
         tl.store(layers_ptr + cells, found, mask=mask)
 
 
-def spread_pages(layers: Tensor, buffer: Tensor, pages: Tensor) -> None:
-    """Write the buffer to some layers of these pages.
+class PageSpread:
+    """Writes buffers to some layers of pages. Made once for these layers: a load of a few pages
+    takes the host longer than the link, so what does not change is not computed again."""
 
-    layers: [layers, 2, all pages, kv_heads, page_size, head_dim], the layers to write, contiguous;
-    buffer: bytes that hold [pages][layers][2][kv_heads, page_size, head_dim]; pages: int32 ids.
-    """
-    if layers.ndim != 6 or layers.shape[1] != 2 or not layers.is_contiguous():
-        raise LayoutError(
-            "layers must be contiguous [layers, 2, pages, kv_heads, page_size, head_dim], got "
-            f"{tuple(layers.shape)}"
-        )
-    half_bytes = layers[0, 0, 0].nbytes
-    if half_bytes % 4:
-        raise LayoutError(f"a page's K must have a multiple of 4 bytes per layer, got {half_bytes}")
-    if pages.dtype != torch.int32 or pages.ndim != 1:
-        raise LayoutError(f"pages must be int32 [pages], got {pages.dtype} {tuple(pages.shape)}")
-    needed = len(pages) * len(layers) * 2 * half_bytes
-    if buffer.dtype != torch.uint8 or buffer.numel() < needed:
-        raise LayoutError(f"buffer must have at least {needed} bytes, got {buffer.numel()}")
-    _spread_kernel[(NUM_PROGRAMS,)](
-        layers.view(torch.int32), buffer.view(torch.int32), pages, len(layers), len(pages),
-        half_bytes // 4, layers[0, 0].nbytes // 4, TILE=TILE_WORDS, num_warps=4,
-    )  # fmt: skip
+    def __init__(self, layers: Tensor) -> None:
+        """layers: [layers, 2, all pages, kv_heads, page_size, head_dim], the layers to write,
+        contiguous."""
+        if layers.ndim != 6 or layers.shape[1] != 2 or not layers.is_contiguous():
+            raise LayoutError(
+                "layers must be contiguous [layers, 2, pages, kv_heads, page_size, head_dim], got "
+                f"{tuple(layers.shape)}"
+            )
+        half_bytes = layers[0, 0, 0].nbytes
+        if half_bytes % 4:
+            raise LayoutError(
+                f"a page's K must have a multiple of 4 bytes per layer, got {half_bytes}"
+            )
+        self._words, self._num_layers = layers.view(torch.int32), len(layers)
+        self._half_words, self._stride_words = half_bytes // 4, layers[0, 0].nbytes // 4
+
+    def run(self, buffer: Tensor, pages: Tensor) -> None:
+        """Write the buffer to these pages. buffer: int32 words that hold [pages][layers][2]
+        [kv_heads, page_size, head_dim]; pages: int32 ids."""
+        num_pages = len(pages)
+        if pages.dtype != torch.int32 or pages.ndim != 1:
+            got = f"{pages.dtype} {tuple(pages.shape)}"
+            raise LayoutError(f"pages must be int32 [pages], got {got}")
+        needed = num_pages * self._num_layers * 2 * self._half_words
+        if buffer.dtype != torch.int32 or buffer.numel() < needed:
+            raise LayoutError(f"buffer must have at least {needed} words, got {buffer.numel()}")
+        _spread_kernel[(NUM_PROGRAMS,)](
+            self._words, buffer, pages, self._num_layers, num_pages, self._half_words,
+            self._stride_words, TILE=TILE_WORDS, num_warps=4,
+        )  # fmt: skip

@@ -13,6 +13,7 @@ joins (models/gpu/joins.py) sum the outputs over all ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +76,14 @@ class GpuLayer:
     joins: Joins
     end: GpuLayerEnd | None  # after the MLP; then `following` is read
     following: InputReader  # the input of the next layer
+
+
+class _Views(NamedTuple):
+    """The buffers of a pass over some tokens."""
+
+    residual: Tensor
+    answer: Tensor
+    inputs: Tensor | None  # of the layers
 
 
 class GpuDecoder:
@@ -145,35 +154,67 @@ class GpuDecoder:
     ) -> Rows:
         """Run layers [first, end). `normed` is the input of layer `first`; returns the input of
         layer `end`."""
-        space = self._space
-        x, room = space.residual[:tokens], space.answer[:tokens]
-        inputs = None if self.inputs is None else self._space.layer_inputs[:tokens]
+        space = self._views(tokens)
         last = len(self._layers) - 1
         for index in range(*layers):
-            layer = self._layers[index]
-            wanted = rows if index == last else None
-            if (mixer := layer.mixer) is not None:
-                qkv = mixer.qkv(normed, space.qkv_rows(tokens, mixer.qkv_width))
-                if mixer.early_norm is not None:
-                    mixer.early_norm(qkv)
+            if self._layers[index].mixer is not None:
+                qkv = self.project(index, normed, tokens)
                 if (number := self._page_layers[index]) is not None:
                     gate.before(number)
-                mixed = attention.run(index, qkv)
-            if wanted is not None:
-                x, room = x[wanted], room[: len(wanted)]
-                if len(wanted) == 0:
-                    return x
-                inputs = None if inputs is None else inputs[wanted]
-            if mixer is not None:
-                answer = mixer.out(mixed if wanted is None else mixed[wanted], room)
-                normed = layer.joins.between(answer, x)
-            elif wanted is not None:
-                normed = layer.reads.read(x)
-            if layer.mlp is not None:
-                normed = layer.joins.after(layer.mlp(normed), x)
-            if layer.end is not None:
-                layer.end(x, None if inputs is None else self._own_input(inputs, index))
-                normed = layer.following.read(x)
+                normed = attention.run(index, qkv)
+            normed = self._complete(index, normed, space, rows if index == last else None)
+        return normed
+
+    def project(self, index: int, normed: Rows, tokens: int) -> Tensor:
+        """The output of a layer's first product, which attention and recurrence read."""
+        mixer = self._layers[index].mixer
+        assert mixer is not None, "a layer without attention and recurrence"
+        qkv = mixer.qkv(normed, self._space.qkv_rows(tokens, mixer.qkv_width))
+        if mixer.early_norm is not None:
+            mixer.early_norm(qkv)
+        return qkv
+
+    def complete(self, index: int, tokens: int) -> Rows:
+        """Run the rest of a layer whose attention or recurrence is done (`mixed`); returns the
+        input of the next layer."""
+        return self._complete(index, self.mixed(index, tokens), self._views(tokens), None)
+
+    def mixed(self, index: int, tokens: int) -> Tensor:
+        """Where `complete` reads the output of a layer's attention or recurrence."""
+        mixer = self._layers[index].mixer
+        assert mixer is not None, "a layer without attention and recurrence"
+        return self.mixed_rows(tokens, mixer.out_width)
+
+    def mixed_rows(self, tokens: int, width: int) -> Tensor:
+        """Room for the output of attention or recurrence."""
+        return self._space.mixed_rows(tokens, width)
+
+    def _views(self, tokens: int) -> "_Views":
+        space = self._space
+        inputs = None if self.inputs is None else space.layer_inputs[:tokens]
+        return _Views(space.residual[:tokens], space.answer[:tokens], inputs)
+
+    def _complete(self, index: int, mixed: Rows, space: "_Views", wanted: Tensor | None) -> Rows:
+        """Run what follows a layer's attention or recurrence. If it has neither, `mixed` is its
+        input. If not all rows are `wanted`, these are computed."""
+        layer, (x, room, inputs) = self._layers[index], space
+        if wanted is not None:
+            x, room = x[wanted], room[: len(wanted)]
+            if len(wanted) == 0:
+                return x
+            inputs = None if inputs is None else inputs[wanted]
+        normed = mixed
+        if layer.mixer is not None:
+            assert isinstance(mixed, Tensor)
+            answer = layer.mixer.out(mixed if wanted is None else mixed[wanted], room)
+            normed = layer.joins.between(answer, x)
+        elif wanted is not None:
+            normed = layer.reads.read(x)
+        if layer.mlp is not None:
+            normed = layer.joins.after(layer.mlp(normed), x)
+        if layer.end is not None:
+            layer.end(x, None if inputs is None else self._own_input(inputs, index))
+            normed = layer.following.read(x)
         return normed
 
     def _own_input(self, inputs: Tensor, index: int) -> Tensor:

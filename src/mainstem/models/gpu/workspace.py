@@ -17,8 +17,8 @@ class Workspace:
     residual: Tensor
     normed: Tensor
     qkv: Tensor  # output of the product before attention or recurrence
-    mixed: Tensor
-    answer: Tensor  # output of attention, to be added to the residual
+    mixed: Tensor  # output of attention or recurrence
+    answer: Tensor  # output of the product after it, to be added to the residual
     mlp_answer: Tensor
     first: Tensor  # output of the MLP's first product: gate and up, or up
     act: Tensor
@@ -41,7 +41,6 @@ class Workspace:
         def rows(width: int) -> Tensor:
             return torch.zeros((max_tokens, width), dtype=dtype, device=device)
 
-        heads = [spec.num_heads * spec.kv_shape(kind).dim for kind in spec.attention_kinds]
         mlps = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)}
         for layer in spec.layers:
             if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.has_own_norms:
@@ -51,7 +50,7 @@ class Workspace:
             residual=rows(spec.hidden_size),
             normed=rows(spec.hidden_size),
             qkv=rows(max(spec.first_width(layer) for layer in spec.layers)),
-            mixed=rows(max(heads, default=0)),
+            mixed=rows(max(spec.mixed_width(layer) for layer in spec.layers)),
             answer=rows(spec.hidden_size),
             mlp_answer=rows(spec.hidden_size),
             first=rows(max(((2 if mlp.is_gated else 1) * mlp.size for mlp in mlps), default=0)),
