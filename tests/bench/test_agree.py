@@ -35,7 +35,7 @@ def test_each_way_gets_a_line(trace: str, capsys: pytest.CaptureFixture[str]) ->
     for line in (store, recompute):
         assert line["in_engine"]["ttft_s"] > 0
         assert line["in_simulator"]["prefill_tokens"] > 0
-        assert line["speeds"]["prompt_tokens_per_s"] > 0
+        assert line["served"]["speeds"]["weights_s"] > 0
 
 
 def test_histories_come_from_host_memory_if_the_device_is_small(
@@ -45,7 +45,7 @@ def test_histories_come_from_host_memory_if_the_device_is_small(
     assert agree.main([trace, *FLAGS, *room]) == 0
     (line,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert 0 < line["hit_rate"] <= (32 + 80 + 48) / 379 + 1e-9
-    assert line["speeds"]["host_gb_per_s"] > 0
+    assert line["served"]["host_gb_per_s"] > 0
 
 
 def test_an_engine_that_loads_nothing_is_refused(trace: str) -> None:
