@@ -472,7 +472,6 @@ def in_simulator(trace: Trace, served: Served) -> dict[str, float]:
         "hit_rate_disk": report.hit_rate_disk,
         "ttft_s": report.mean_ttft_s,
         "p95_ttft_s": report.p95_ttft_s,
-        "prompt_tokens_per_s": report.prompt_tokens / served.rates.prefill_s(report.prefill_tokens),
         "prefill_tokens": report.prefill_tokens,
         "device_s": report.device_s,
         "loaded_gb": report.loaded_gb,

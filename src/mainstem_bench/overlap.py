@@ -171,6 +171,7 @@ def measure_hidden(bench: SessionEngine) -> Iterator[dict[str, object]]:
                     "history": work.history,
                     "new": new,
                     "layers": mode,
+                    "layers_at_once": LAYERS_AT_ONCE,
                     "ms": round(ms, 2),
                     "compute_ms": round(compute_ms, 2),
                     "load_ms": round(load_ms, 2),
