@@ -193,6 +193,8 @@ def again(path: Path) -> Iterator[dict[str, object]]:
     """Simulate the ShareGPT lines of a file again, beside what the engine did then."""
     for text in path.read_text().splitlines():
         line = json.loads(text)
+        if "served" not in line:
+            raise ConfigError(f"{path}: a line does not say what the simulator was told (`served`)")
         asked = Asked(**{field.name: line[field.name] for field in fields(Asked)})
         served = Served.from_json(line["served"])
         engine_on = line.get("engine_on") or {name: line[name] for name in fingerprint()}

@@ -26,7 +26,8 @@ SIMULATED = (
     "card (`mainstem bench agree`, `benchmarks/results/agree-h200.jsonl`: 500 turns of "
     "LLaMA-13B's shape over host memory and disk); at the speeds and sizes of this figure it was "
     "not compared. 9,000 conversations are drawn from 5,671, with lengths times 2.1, so that as "
-    "many are long as in the paper (49 % above 2,048 tokens, 30 % above 4,096); " + CHAT
+    "many are long as in the paper (49 % above 2,048 tokens, 30 % above 4,096); answers are longer "
+    "by that, too, which the paper may not have; " + CHAT
 )
 SIMULATED_BEFORE = (
     A100S + "These lines are from before the simulation was compared with the engine on a card. "
