@@ -11,22 +11,27 @@ import numpy as np
 import torch
 
 from mainstem.core.config import Fetch, Saving
-from mainstem.core.events import StepFinished
+from mainstem.core.events import PagesLoaded, StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.runner.copy_engine import PitchedRows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem_bench.feed import greedy_request
 from mainstem_bench.session_engine import SessionEngine
-from mainstem_bench.settings import settings
+from mainstem_bench.settings import kv_token_bytes, settings
+from mainstem_simulate.service import GB
 
 SAVE_STEPS = 200  # decode steps of a batch while pages of other requests are saved
 VISIT_EVERY = 8  # steps between two prompts of other requests
 # sizes of the read buffer: layers that are loaded before a prompt starts
 BUFFERS = ("all", "0", "5", "10", "15", "auto")
 BATCH = 16  # as in the paper
+HIDING = ("all", "auto")  # of the BUFFERS
+JOB_HISTORIES = 4
 JOB_TOKENS = 400  # maximum tokens of an answer of the running job
 JOB_STEPS = 4  # steps of the job before sessions return
 ROUNDS = 4  # rounds of returning sessions; the first does not count
+# sessions that return at once, and the new tokens of each in tenths of its history
+RETURNS = ((1, 1), (1, 4), (1, 8), (4, 4), (16, 4))
 JOBS, REPEATS = 2, 2  # jobs one after the other, whose pages are saved; how often this is timed
 SHORT, LONG = 20, 200  # tokens of the jobs' answers; the paper has 20
 
@@ -131,6 +136,115 @@ def measure_busy(bench: SessionEngine) -> Iterator[dict[str, object]]:
             "settings": settings(bench.config),
         }
     bench.engine.change_store(bench.config.store)
+
+
+def measure_hidden(bench: SessionEngine) -> Iterator[dict[str, object]]:
+    """Measure how much of a load is hidden. Sessions return at once, and the last of them has its
+    first token after `ms`: while their histories are on the device, or are loaded in each way.
+    `max_ms` is the longer of the load and of computing alone, `sum_ms` is both. `behind`: the same
+    while a step with a prompt as long as JOB_HISTORIES histories runs."""
+    bench.warm_up()
+    work, rng = bench.work, Random(6)
+    page = bench.config.cache.page_size
+    histories = [bench.random_ids(rng, work.history) for _ in range(min(BATCH, work.at_once))]
+    bench.ask(histories, 1)
+    bench.engine.flush()
+    load_gb_per_s = _link_gb_per_s(bench, histories)
+    history_gb = work.history // page * page * kv_token_bytes(bench.config) / GB
+    for count, tenths in RETURNS:
+        if count > len(histories):
+            continue
+        new = max(1, tenths * work.history // 10)
+        load_ms = 1e3 * count * history_gb / load_gb_per_s
+        for is_behind in (False, True):
+            found = {
+                mode: _median_ms(bench, histories[:count], new, mode, rng, is_behind)
+                for mode in (None, *HIDING)
+            }
+            compute_ms = found.pop(None)
+            longer_ms = max(load_ms, compute_ms)
+            for mode, ms in found.items():
+                yield {
+                    "part": "hidden",
+                    "behind": is_behind,
+                    "sessions": count,
+                    "history": work.history,
+                    "new": new,
+                    "layers": mode,
+                    "layers_at_once": LAYERS_AT_ONCE,
+                    "ms": round(ms, 2),
+                    "compute_ms": round(compute_ms, 2),
+                    "load_ms": round(load_ms, 2),
+                    "of_longer": round(ms / longer_ms, 3),
+                    "of_sum": round(ms / (load_ms + compute_ms), 3),
+                    "settings": settings(bench.config),
+                }
+    bench.engine.change_store(bench.config.store)
+
+
+def _link_gb_per_s(bench: SessionEngine, histories: list[list[int]]) -> float:
+    """The speed of loads of single histories."""
+    rates: list[float] = []
+    page_gb = bench.config.cache.page_size * kv_token_bytes(bench.config) / GB
+
+    def note(event: PagesLoaded) -> None:
+        if event.seconds:
+            rates.append(event.num_pages * page_gb / event.seconds)
+
+    store = replace(bench.config.store, preload="all", fetch=Fetch.ALWAYS)
+    bench.engine.change_store(store)
+    with bench.engine.bus.guests():
+        bench.engine.bus.subscribe(PagesLoaded, note)
+        for history in histories[:ROUNDS]:
+            bench.push_out()
+            bench.ask([history], 1)
+    return float(np.median(rates))
+
+
+def _median_ms(
+    bench: SessionEngine,
+    histories: list[list[int]],
+    new: int,
+    layers: str | None,
+    rng: Random,
+    is_behind: bool,
+) -> float:
+    """The time until all sessions have a first token. None: their histories are on the device."""
+    engine, page = bench.engine, bench.config.cache.page_size
+    if layers is not None:
+        store = replace(bench.config.store, preload=layers, fetch=Fetch.ALWAYS)
+        engine.change_store(store)
+    times = []
+    for number in range(ROUNDS):
+        bench.ask(histories, 1)
+        engine.flush()
+        if layers is not None:
+            engine.clear_device()
+        if is_behind:
+            job = bench.random_ids(rng, JOB_HISTORIES * bench.work.history)
+            engine.submit(greedy_request(f"job-{layers}-{number}", job, 1))
+            engine.step()
+        prompts = [[*history, *bench.random_ids(rng, new)] for history in histories]
+        times.append(_all_first_s(bench, prompts, len(histories[0]) // page * page))
+        while engine.has_work:
+            engine.step()
+    return 1e3 * float(np.median(times[1:]))  # the first round compiles
+
+
+def _all_first_s(bench: SessionEngine, prompts: list[list[int]], least_cached: int) -> float:
+    """Submit prompts together; return the seconds until all have a first token, beside the engine's
+    other work."""
+    engine, waiting = bench.engine, set[str]()
+    began_s = perf_counter()
+    for index, prompt in enumerate(prompts):
+        waiting.add(f"returns-{index}")
+        engine.submit(greedy_request(f"returns-{index}", prompt, 1))
+    while waiting:
+        for output in engine.step():
+            if output.request_id in waiting:
+                assert output.num_cached_tokens >= least_cached, output.num_cached_tokens
+                waiting.discard(output.request_id)
+    return perf_counter() - began_s
 
 
 @contextmanager

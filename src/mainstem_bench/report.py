@@ -14,7 +14,7 @@ from mainstem import __version__
 from mainstem.core.tables import table
 
 QUANTILES = (50, 90, 95, 99)
-NESTED = ("settings", "profile", "in_engine", "in_simulator", "speeds")  # only in JSON
+NESTED = ("settings", "profile", "in_engine", "in_simulator", "served")  # only in JSON
 
 
 def fingerprint() -> dict[str, object]:

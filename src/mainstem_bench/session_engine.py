@@ -34,6 +34,9 @@ class ReturningSessions:
 
 WORKLOADS = {
     "anchor": ReturningSessions(),
+    "13b": ReturningSessions(
+        "llama2-13b", 16, 1000, 100, at_once=16, device_tokens=40_000, host_gb=32.0
+    ),
     "tiny": ReturningSessions("tiny", 6, 100, 10, 4, 3, 3, 512, 0.1),
 }
 

@@ -5,6 +5,8 @@
     preload    one session at a time, by the number of layers that are loaded before its prompt
                starts (AttentionStore's Fig. 19)
     busy       the same for a batch of sessions that returns while a job decodes
+    hidden     how much of the loads of sessions that return at once is hidden, alone and behind a
+               long step
     saves      decode steps with and without saves of other requests' pages
     saving     jobs by when their pages are saved: while decoding, at the end, in sync (Fig. 20)
     grain      pages saved whole, by layer, or by token and layer (GPU)
@@ -34,6 +36,7 @@ from mainstem_bench.chat_sessions import ChatWork, measure_chats
 from mainstem_bench.overlap import (
     measure_busy,
     measure_grain,
+    measure_hidden,
     measure_preload,
     measure_saves,
     measure_saving,
@@ -47,6 +50,7 @@ DISK_GB = 40.0
 OVERLAP: dict[str, Callable[[SessionEngine], Iterator[dict[str, object]]]] = {
     "preload": measure_preload,
     "busy": measure_busy,
+    "hidden": measure_hidden,
     "saves": measure_saves,
     "saving": measure_saving,
     "grain": measure_grain,

@@ -58,7 +58,7 @@ class VirtualEngine:
     def __init__(
         self, model: ModelCost, vocab_size: int, kv_tokens: int, config: SchedConfig
     ) -> None:
-        bus = EventBus()
+        self.bus = bus = EventBus()
         self.counters = Counters().attach(bus)
         self.now_s = 0.0
         self._model = model

@@ -52,7 +52,8 @@ class Batch:
         last it has."""
         first, last = list[Running](), list[Running]()
         num_tokens = self._compute_prompts(first) if self._prompts else 0
-        seconds = self.batching.step_s(self._context_tokens) + self.rates.prefill_s(num_tokens)
+        seconds = self.batching.step_s(len(self._answers), self._context_tokens)
+        seconds += self.batching.prompts_s(num_tokens, self.rates)
         self.num_steps += 1
         self._context_tokens += len(self._answers)
         while self._answers and self._answers[0][0] == self.num_steps:

@@ -11,6 +11,8 @@ come, its prompt joins their steps (batch.py).
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mainstem.core.errors import ConfigError
 
 GB = 1e9
@@ -54,9 +56,22 @@ class Batching:
     token_s: float  # to read the K and V of one token
     chunk_tokens: int = 2048  # most tokens of a step
     shares_device: bool = False  # running requests take their room from the cache on the device
+    answer_s: float = 0.0  # to compute the token of one answer
+    # prompt tokens of a step and what they add, as measured, in order; without: at the rate
+    prompts: tuple[tuple[int, float], ...] = ()
 
-    def step_s(self, context_tokens: int) -> float:
-        return self.weights_s + self.token_s * context_tokens
+    def step_s(self, answers: int, context_tokens: int) -> float:
+        """A step without prompts."""
+        return self.weights_s + self.answer_s * answers + self.token_s * context_tokens
+
+    def prompts_s(self, tokens: int, rates: ServiceRates) -> float:
+        """What prompt tokens add to a step. Measured times are joined by lines."""
+        if not self.prompts or not tokens:
+            return rates.prefill_s(tokens)
+        sizes, seconds = zip((0, 0.0), *self.prompts, strict=True)
+        if tokens > sizes[-1]:
+            return float(seconds[-1] * tokens / sizes[-1])
+        return float(np.interp(tokens, sizes, seconds))
 
 
 @dataclass(frozen=True, slots=True)

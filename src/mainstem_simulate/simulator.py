@@ -23,13 +23,14 @@ from heapq import heapify, heappop, heappush
 from time import perf_counter
 
 from mainstem.core.errors import ConfigError
-from mainstem.kv.places import HOST
+from mainstem.kv.places import HOST, Moves
 from mainstem.kv.policy import HEADROOM, PolicyConfig, TierPolicy
 from mainstem_simulate.batch import Batch, Running
 from mainstem_simulate.device import Device
 from mainstem_simulate.service import GB, Batching, Prices, ServiceRates
 from mainstem_simulate.trace_records import Trace, TraceRequest
 
+DISK = HOST + 1
 READ_AHEAD_S = 1.0  # pages are prefetched as long as the disk's queue is shorter than this
 
 
@@ -342,9 +343,9 @@ class _Simulation:
             self._device.start(ticket, request, start)
         is_counted = self._num_served >= self._config.warmup
         load_s, ready_s = rates.host_load_s(loaded_bytes), start
-        if loaded_bytes:
-            ready_s = max(self._link_free_s, start + wait_s) + load_s
-            self._link_free_s = ready_s
+        if loaded_bytes:  # what comes from disk is loaded page by page, as it is read
+            self._link_free_s = max(self._link_free_s, start) + load_s
+            ready_s = max(self._link_free_s, start + wait_s)
         if is_counted:
             self._report.prefill_s += rates.prefill_s(new_tokens) + load_s
         self._num_served += 1
@@ -416,12 +417,14 @@ class _Simulation:
         if self._device is not None:
             self._device.end(ticket, request, self._now)
         moves = self._policy.finish(ticket, request.kept, self._now)
+        copies = self._policy.back_up(DISK, request.kept) if self._report.disk_pages else Moves()
         spilled = self._policy.make_headroom()
         if self._num_served >= self._config.warmup:
             report = self._report
             report.page_events += len(request.kept)
-            report.pages_dropped += len(moves.drop) + len(spilled.drop)
-            self._pages_written += len(moves.write) + len(spilled.write)
+            for each in (moves, copies, spilled):
+                report.pages_dropped += len(each.drop)
+                self._pages_written += len(each.write)
 
     def _look_up(self, keys: Sequence[int], now: float) -> tuple[int, int, float]:
         """Return how many pages are in host memory, how many come from disk (prefetches that have

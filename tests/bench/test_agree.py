@@ -4,7 +4,9 @@ Times of an engine are not compared here: that needs a quiet machine. Those of i
 virtual time are.
 """
 
+import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,15 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_each_way_gets_a_line(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert agree.main([trace, *FLAGS]) == 0
+def test_each_way_gets_a_line(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl.gz"
+    assert agree.main([trace, *FLAGS, "--log", str(log)]) == 0
+    with gzip.open(log, "rt") as file:
+        kinds = Counter(json.loads(line)["kind"] for line in file)
+    assert kinds["turn"] == kinds["SequenceAdmitted"] == 12, "of both ways, without the warm-up"
+    assert kinds["StepFinished"] > 12
     store, recompute = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (store["way"], recompute["way"]) == ("store", "recompute")
     assert store["turns"] == recompute["turns"] == 6
@@ -35,7 +44,7 @@ def test_each_way_gets_a_line(trace: str, capsys: pytest.CaptureFixture[str]) ->
     for line in (store, recompute):
         assert line["in_engine"]["ttft_s"] > 0
         assert line["in_simulator"]["prefill_tokens"] > 0
-        assert line["speeds"]["prompt_tokens_per_s"] > 0
+        assert line["served"]["speeds"]["weights_s"] > 0
 
 
 def test_histories_come_from_host_memory_if_the_device_is_small(
@@ -45,7 +54,7 @@ def test_histories_come_from_host_memory_if_the_device_is_small(
     assert agree.main([trace, *FLAGS, *room]) == 0
     (line,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert 0 < line["hit_rate"] <= (32 + 80 + 48) / 379 + 1e-9
-    assert line["speeds"]["host_gb_per_s"] > 0
+    assert line["served"]["host_gb_per_s"] > 0
 
 
 def test_an_engine_that_loads_nothing_is_refused(trace: str) -> None:
@@ -69,6 +78,20 @@ def test_the_simulator_agrees_with_the_scheduler_in_virtual_time(
         assert abs(line["hit_points"]) < 2
         assert 0.85 < line["ttft_ratio"] < 1.15
         assert 0.9 < line["device_ratio"] < 1.1
+
+
+def test_stored_lines_are_simulated_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--virtual", "--model-shape", "llama2-13b", "--turns", "20", "--way", "store", "--json"]
+    assert agree.main(argv) == 0
+    text = capsys.readouterr().out
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    assert agree.main(["--again", str(path), "--json"]) == 0
+    first, again = json.loads(text), json.loads(capsys.readouterr().out)
+    assert again.pop("engine_on")["torch"] == first["torch"]
+    assert again == first
 
 
 def test_a_virtual_engine_has_no_lower_tiers(trace: str) -> None:

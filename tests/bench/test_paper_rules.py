@@ -1,5 +1,6 @@
 """Rules for verdicts: each alone, and all of them over the stored verdict of every item."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,28 @@ def test_the_rules_hold_for_every_stored_verdict(item: Item) -> None:
     else:
         assert reasons == []
     if item.is_simulated:
-        assert verdict.outcome in (Outcome.PARTLY, Outcome.NOT)
+        assert verdict.outcome is not Outcome.EXCEEDED
+        assert item.agreement or verdict.outcome in (Outcome.PARTLY, Outcome.NOT)
+
+
+@pytest.mark.parametrize("name", sorted({i.agreement for i in ITEMS.values() if i.agreement}))
+def test_the_engine_agrees_with_the_simulation_that_items_rely_on(name: str) -> None:
+    text = (STORED.parent / f"{name}.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["way"] for line in lines} == {"store", "recompute"}
+    for line in lines:
+        assert not line["virtual"]
+        assert rules.agrees(line)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"hit_points": -2.1}, {"ttft_ratio": 0.84}, {"ttft_ratio": 1.16}, {"device_ratio": 1.11}],
+)
+def test_a_simulation_that_is_too_far_off_does_not_agree(changed: dict[str, float]) -> None:
+    line = {"hit_points": -1.9, "ttft_ratio": 1.14, "device_ratio": 0.91}
+    assert rules.agrees(line)
+    assert not rules.agrees(line | changed)
 
 
 def test_there_are_46_items_and_each_has_stored_lines() -> None:

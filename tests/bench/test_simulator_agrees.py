@@ -1,7 +1,9 @@
 """The simulator finds as many tokens and loads as many bytes as the engine, on a small CPU trace.
 
-Times are not compared: that needs a card. Requests come one at a time, and the device has room for
-hardly more than one conversation, so what is found was loaded from host memory.
+Times are not compared there: that needs a card. Requests come one at a time, and the device has
+room for hardly more than one conversation, so what is found was loaded from host memory.
+
+In virtual time, with host memory and a disk that only keep time, first tokens are compared, too.
 """
 
 from dataclasses import replace
@@ -9,27 +11,42 @@ from dataclasses import replace
 import pytest
 
 from mainstem.core.config import (
+    CacheConfig,
     Device,
     DType,
     EngineConfig,
     Fetch,
     ModelConfig,
+    SchedConfig,
     StoreConfig,
 )
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.engine.build import build_random_engine, with_chunk
 from mainstem.kv.stack import SLACK
+from mainstem_bench.agree import Asked, Room, Served, in_simulator, play
 from mainstem_bench.arrivals import Arrival, answer_arrivals
 from mainstem_bench.policies import StoreSessions, Turns, made_up, with_room
 from mainstem_bench.shapes import SHAPES
-from mainstem_simulate.service import Batching
+from mainstem_bench.speeds import Speeds
+from mainstem_simulate.service import GB, Batching
 from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
 from mainstem_simulate.trace_records import Trace, TraceFormat, TraceRequest
+from tests.kv.virtual import (
+    CHUNK_TOKENS,
+    HOST_BYTES_PER_S,
+    PAGE_BYTES,
+    PAGE_SIZE,
+    VirtualClock,
+    VirtualTime,
+    a_virtual_card,
+)
 
 SPEC = SHAPES["tiny"]
 TURNS = Turns(sessions=12, turns=4, history=160, new=28, output=4, rate=1.0)
 KV_BYTES = 4.0 * SPEC.kv_elements_per_token  # of a token, in fp32
+DEVICE_TOKENS, DISK_BYTES_PER_S = 12_000, 3e9
+SMALL_POINTS = 0.05  # a few pages that are held while they are copied count in so small a store
 POINTS, SHARE = 0.02, 0.05  # hit rates may differ by two points, bytes by a twentieth
 
 
@@ -99,3 +116,49 @@ def test_engine_and_simulator_find_and_load_the_same(
     assert counters.saving_ratio == pytest.approx(report.hit_rate, abs=POINTS)
     loaded_gb = counters.loaded_pages["host"] * config.cache.page_size * KV_BYTES / 1e9
     assert loaded_gb == pytest.approx(report.loaded_gb, rel=SHARE)
+
+
+@pytest.mark.parametrize("host_pages", [700, 1400], ids=["short", "less short"])
+def test_simulator_and_engine_agree_in_virtual_time_over_three_tiers(
+    host_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for twice as many pages as host memory, and that is less than all."""
+    asked = Asked(turns=160, rate=4.0, pace=4.0, context_tokens=4096, page_tokens=16, seed=0)
+    trace, clock, page_gb = asked.trace(None), VirtualClock(monkeypatch), PAGE_BYTES / GB
+    config = EngineConfig(
+        model=ModelConfig(model="tiny"),  # for its vocabulary
+        cache=CacheConfig(page_size=PAGE_SIZE, kv_tokens=DEVICE_TOKENS),
+        sched=SchedConfig(max_seqs=24, chunk_tokens=CHUNK_TOKENS),
+    )
+    probed = a_virtual_card(clock, DEVICE_TOKENS, 0, DISK_BYTES_PER_S)
+    speeds = Speeds.measured(VirtualTime(clock, probed.engine), probed.engine.bus, trace, config)
+    card = a_virtual_card(
+        clock, DEVICE_TOKENS, host_pages, DISK_BYTES_PER_S,
+        disk_pages=2 * host_pages, fetch=Fetch.ALWAYS, max_seqs=24,
+    )  # fmt: skip
+    played = play(VirtualTime(clock, card.engine), trace, SPEC.vocab_size, 0)
+    ttft_s = sum(answer.first_token_s for answer in played.answers) / len(played.answers)
+    room = Room(
+        PAGE_BYTES / PAGE_SIZE,
+        device_gb=DEVICE_TOKENS / PAGE_SIZE * page_gb,
+        host_gb=host_pages * page_gb * (1 - 1 / SLACK),
+        disk_gb=2 * host_pages * page_gb,
+        policy="lookahead",
+        max_running=24,
+        chunk_tokens=CHUNK_TOKENS,
+        is_kept=True,
+    )
+    served = Served(room, speeds, HOST_BYTES_PER_S / GB, DISK_BYTES_PER_S / GB)
+    simulated = in_simulator(trace, served)
+    counters = card.counters
+    shares = {
+        tier: counters.loaded_pages[tier] * PAGE_SIZE / counters.prompt_tokens
+        for tier in ("host", "disk")
+    }
+    assert min(shares.values()) > 0.02, "all tiers should be used"
+    found = {"hit_rate": counters.saving_ratio}
+    found |= {"hit_rate_dram": shares["host"], "hit_rate_disk": shares["disk"]}
+    for name, share in found.items():
+        assert share == pytest.approx(simulated[name], abs=SMALL_POINTS), name
+    assert ttft_s == pytest.approx(simulated["ttft_s"], rel=0.15)
+    assert counters.device_s == pytest.approx(simulated["device_s"], rel=0.1)

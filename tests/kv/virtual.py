@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from mainstem.core.config import SchedConfig, StoreConfig
+from mainstem.core.config import Fetch, SchedConfig, StoreConfig
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey
 from mainstem.core.metrics import Counters
@@ -42,6 +42,8 @@ LAYERS = 32
 HOST_BYTES_PER_S = 50e9
 STEP_S, TOKEN_S, DECODE_S = 5.5e-3, 21.7e-6, 0.07e-3  # measured on an H200
 LAUNCH_S = 2.5e-3  # host time per step
+CHUNK_TOKENS = 2048
+VOCAB_SIZE = 512  # as of the shape `tiny`
 
 
 class VirtualClock:
@@ -146,7 +148,6 @@ class VirtualDisk:
         self.num_writes_pending = 0
         self.link = SharedLink(FIRST_RATE, NUM_READERS * READ_RUN * PAGE_BYTES)
         self._clock, self._bytes_per_s = clock, bytes_per_s
-        self._records = iter(range(num_records))
         self._now_s = clock.now_s
         self._reads: deque[Sequence[ReadJob]] = deque()
         self._under_way: list[_Run] = []
@@ -160,7 +161,7 @@ class VirtualDisk:
         pass
 
     def take_place(self, key: PageKey) -> bool:
-        return next(self._records, None) is not None
+        return True  # the policy keeps to `num_places`
 
     def delete(self, key: PageKey) -> None:
         pass
@@ -276,6 +277,25 @@ class VirtualRunner:
         pass
 
 
+class VirtualTime:
+    """A TimedEngine (mainstem_bench/speeds.py) whose seconds are virtual."""
+
+    def __init__(self, clock: VirtualClock, engine: Engine) -> None:
+        self.submit, self.step = engine.submit, engine.step
+        self._clock, self._engine = clock, engine
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def wait_until(self, at_s: float) -> None:
+        self._clock.wait_until(at_s + 1e-6)
+
+
 @dataclass
 class VirtualCard:
     """An engine on a simulated card, with methods that send it prompts."""
@@ -328,6 +348,8 @@ def a_virtual_card(
     disk_bytes_per_s: float,
     policy: str = "lookahead",
     disk_pages: int = 50_000,
+    fetch: Fetch = Fetch.AUTO,
+    max_seqs: int | None = None,
 ) -> VirtualCard:
     """Steps of at most 2,048 tokens. If `host_pages` is 0, there is no tier below the device."""
     bus = EventBus()
@@ -342,8 +364,8 @@ def a_virtual_card(
     store = KVStore(device_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus, stack, settings)
     if host_pages:
         steps = StepTimes(25e-6, 3.5e-3)
-        fetching = Fetching(StoreConfig(host_gb=1.0), store.loader, PAGE_SIZE, steps)
-    config = SchedConfig(chunk_tokens=2048)
-    scheduler = Scheduler(config, store, 97, 10_000, bus, fetching=fetching)
+        fetching = Fetching(StoreConfig(host_gb=1.0, fetch=fetch), store.loader, PAGE_SIZE, steps)
+    config = SchedConfig(chunk_tokens=CHUNK_TOKENS, max_seqs=max_seqs)
+    scheduler = Scheduler(config, store, VOCAB_SIZE, 10_000, bus, fetching=fetching)
     card.engine = Engine(scheduler, VirtualRunner(clock, copier), bus)
     return card

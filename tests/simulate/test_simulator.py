@@ -49,6 +49,12 @@ def test_hits_are_whole_pages_of_the_stored_prefix() -> None:
     assert report.page_events == 7
 
 
+def test_saved_pages_are_on_the_disk_as_well_so_the_tiers_do_not_add_up() -> None:
+    chains = [[0], [1], [2], [3], [0]]
+    assert run(a_trace(chains), 2, 2, policy="lru").hit_rate == 0
+    assert run(a_trace(chains), 2, 4, policy="lru").hit_rate_disk > 0
+
+
 def test_the_last_token_is_always_computed() -> None:
     request = TraceRequest(0, PAGE, 0, [1], [1], 0)
     report = run(Trace(TraceFormat.MOONCAKE, PAGE, [request, request]), 100)
@@ -213,6 +219,34 @@ def test_loads_of_a_batch_use_the_link_one_after_another_while_others_decode() -
     assert report.loaded_gb == pytest.approx(2 * PAGE * KV_BYTES / 1e9)
     assert report.prefill_s == pytest.approx(2 * (1 + 1 / 3))
     assert report.device_s > 45 * STEP
+
+
+def test_a_request_that_waits_for_the_disk_does_not_keep_the_link_from_others() -> None:
+    """Two requests come back at 100 s. The page of the first is only on disk: 50 s to read."""
+    requests = [
+        TraceRequest(start, PAGE + 5, 0, [page], [page], session=index)
+        for index, (start, page) in enumerate(((0.0, 0), (10.0, 1), (100.0, 0), (100.0, 1)))
+    ]
+    trace = Trace(TraceFormat.MOONCAKE, PAGE, requests)
+    report = run(
+        trace, 1, 2, policy="lru", warmup=2, queue=Queue.ARRIVALS,
+        rates=ServiceRates(prefill_tokens_per_s=15, host_gb_per_s=0.01, disk_gb_per_s=0.0002),
+        batching=Batching(2, weights_s=STEP, token_s=0.0),
+    )  # fmt: skip
+    assert report.hit_rate_disk == report.hit_rate_dram > 0
+    # a second for each page on the link; what is read from disk is loaded as it comes
+    first_s, second_s = 50 + STEP + 1 / 3, 2 + STEP + 1 / 3
+    assert report.mean_ttft_s == pytest.approx((first_s + second_s) / 2)
+
+
+def test_a_step_takes_what_was_measured_for_its_prompts_and_answers() -> None:
+    """A prompt of 15 tokens takes 3 s beside the step; each of the answers' tokens 0.1 s."""
+    batching = Batching(1, STEP, 0.0, answer_s=0.1, prompts=((10, 2.0), (20, 4.0)))
+    report = batched(a_trace([[0]], output=3), 1, batching=batching)
+    assert report.mean_ttft_s == pytest.approx(STEP + 3)
+    assert report.device_s == pytest.approx(STEP + 3 + 2 * (STEP + 0.1))
+    rates = ServiceRates(prefill_tokens_per_s=1e-9)
+    assert [batching.prompts_s(tokens, rates) for tokens in (0, 5, 10, 40)] == [0, 1, 2, 8]
 
 
 def test_a_turn_that_has_not_come_is_not_known() -> None:

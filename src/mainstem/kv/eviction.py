@@ -83,8 +83,8 @@ class Fifo(Ranking, name="fifo"):
 
 
 class Belady(Lookahead, name="belady"):
-    """Like lookahead, without headroom: the best possible hit rate with this knowledge of the
-    queue. For simulations."""
+    """Like lookahead, without headroom: of the pages that are known to be needed, the one that is
+    needed last leaves first. For simulations."""
 
     has_headroom = False
 

@@ -121,6 +121,8 @@ class Item:
     is_papers_point: bool = False  # else it is judged at another point than the paper's
     num_lines: int  # that a full run yields
     is_simulated: bool = False
+    # of a simulation: benchmarks/results/<name>.jsonl has it beside the engine, and they agree
+    agreement: str | None = None
     plot: Callable[[Sequence[Line], Figure], None] | None = None
     model: str | None = None  # hub id of the weights; None: --model cannot name others
 

@@ -87,8 +87,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-fig8",
         title="RelayAttention Fig. 8: latency against the rate of requests",
-        claim="at 0.5 s per token, up to about 2.2 times the request rate of vLLM-PS, system "
-        "prompt of 2,048",
+        claim="at about 0.5 s per token, higher request rates than vLLM and vLLM-PS, up to about "
+        "2.2 times with a system prompt of 2,048 (over which of the two it does not say)",
         differs=ON_H200 + RANDOM + CUT + "the limit is 15 ms per token, three times the time of an "
         "idle engine here",
         full_s=450,

@@ -3,7 +3,8 @@
 point       it names the point at which the claim was judged; "exceeded" only at the paper's own
 two sides   numbers agree with the paper's within a tolerance, above and below
 same job    a baseline ran as many requests with the same prompts, as stored in its line
-measured    a simulation never counts fully, as long as the engine was not found to agree with it
+measured    a simulation never counts fully, as long as the engine was not found to agree with it:
+            hit rates within 2 points, first tokens within 15 %, device times within 10 %
 limit       no rate is above the limit that is stored beside it
 sustained   a rate is sustained if requests arrived for at least 30 s and four times the mean
             time of a request, and the queue did not grow
@@ -19,6 +20,7 @@ from mainstem_bench.paper.item import Gain, Item, Line, Number, Outcome, Runs, S
 LEAST_RUNS = 3
 LEAST_S, LEAST_LATENCIES = 30.0, 4.0
 LIMIT_SLACK = 0.01  # limits follow from measured rates, which are not more exact than this
+HIT_POINTS, TTFT_SHARE, DEVICE_SHARE = 2.0, 0.15, 0.1  # of a simulation that agrees
 # what makes two jobs the same; only what both lines have is compared
 JOB = ("model_shape", "requests", "prompts", "kv_tokens", "prefix", "own", "degree", "answer",
        "system", "user", "mean_user", "mean_answer", "shots", "prompt", "batch",
@@ -113,10 +115,17 @@ def is_same_job(_: Item, __: Sequence[Line], verdict: Verdict) -> str | None:
 
 
 def is_measured(item: Item, _: Sequence[Line], __: Verdict) -> str | None:
+    if not item.is_simulated or item.agreement is not None:
+        return None
+    return "it is simulated, and the engine was not yet found to agree with the simulation"
+
+
+def agrees(line: Line) -> bool:
+    """Whether a simulation was close enough to the engine: a line of `mainstem bench agree`."""
     return (
-        "it is simulated, and the engine was not yet found to agree with the simulation"
-        if item.is_simulated
-        else None
+        abs(line["hit_points"]) <= HIT_POINTS
+        and abs(line["ttft_ratio"] - 1) <= TTFT_SHARE
+        and abs(line["device_ratio"] - 1) <= DEVICE_SHARE
     )
 
 

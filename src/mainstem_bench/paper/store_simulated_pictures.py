@@ -60,9 +60,9 @@ def _waiting(lines: Sequence[Line]) -> str:
         again, stored = (one(lines, model=model, way=way) for way in ("RE", "AS"))
         told.append(f"{model} {again['first_token_s']:.2f} and {stored['first_token_s']:.2f} s")
     return (
-        ". Nearly all of this time is waiting in the queue: at one new session a second most "
-        "of these machines are overloaded. From the start of a request to its first token it is, "
-        f"computed again and with the store: {', '.join(told)}"
+        ". Nearly all of this time is waiting in the queue: at one new session a second all of "
+        "these machines are overloaded, by decoding most of all. From the start of a request to "
+        f"its first token it is, computed again and with the store: {', '.join(told)}"
     )
 
 
