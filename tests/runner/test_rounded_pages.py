@@ -465,7 +465,7 @@ def test_large_biases_that_turn_are_refused(part: str, is_refused: bool, tmp_pat
         for update in updates:
             runner.weights.update(update)
         return
-    words = r"kv_dtype=fp8 is not supported for this model: its keys in layer 1 have biases"
+    words = "kv_dtype=fp8 is not supported for this model: the keys of layer 1 have biases"
     with pytest.raises(UnsupportedModel, match=words):
         load_cpu_runner(folder_origin(tmp_path / "b"), rounded(config))
     before = runner.weights.update(FolderUpdate(tmp_path / "a"))

@@ -70,10 +70,10 @@ class KeyShifts:
             left = _most_left(bias, self.of_place.get(place), rope, spec.max_positions)
             if left > MOST_LEFT:
                 raise UnsupportedModel(
-                    f"kv_dtype=fp8 is not supported for this model: its keys in layer {index} have "
-                    f"biases of up to {left:.0f} that turn with their positions, and rounding "
-                    "these would make its answers worthless. Use kv_dtype=auto, or bf16 if the "
-                    "checkpoint declares K and V in fp8"
+                    "kv_dtype=fp8 is not supported for this model: the keys of layer "
+                    f"{index} have biases of which no constant shift leaves less than {left:.0f}, "
+                    "and rounding these would make its answers worthless. Use kv_dtype=auto, or "
+                    "bf16 if the checkpoint declares K and V in fp8"
                 )
 
     @property
@@ -142,5 +142,5 @@ def _most_left(
         angles = positions[:, None, None] * inverse_frequencies(rope).double()
         turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
         pairs = _pairs(bias, rope) * turns - _pairs(shift, rope)
-        left = torch.cat((left[:, rotary_dim:].flatten(), pairs.abs().flatten()))
+        left = torch.cat((left[:, rotary_dim:].flatten(), torch.view_as_real(pairs).flatten()))
     return float(left.abs().max())
