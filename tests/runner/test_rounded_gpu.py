@@ -38,7 +38,7 @@ MODELS = [
     "Gemma3ForCausalLM",
     pytest.param("GptOssForCausalLM", marks=pytest.mark.slow),
     pytest.param("Gemma 4 with inputs of layers", marks=pytest.mark.slow),
-    "PhiForCausalLM" + BIASED,
+    "NemotronForCausalLM" + BIASED,
 ]
 NEAR = 1e-3  # of logprobs; rounding to fp8 changes them by 4e-3 to 0.3
 
@@ -147,7 +147,7 @@ def test_steps_in_graphs_expand_no_pages(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["GraniteForCausalLM", "PhiForCausalLM" + BIASED])
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "NemotronForCausalLM" + BIASED])
 def test_moved_pages_and_masses_are_those_of_the_cpu(name: str) -> None:
     found: list[Answer] = []
     masses = []

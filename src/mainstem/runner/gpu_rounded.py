@@ -113,15 +113,17 @@ class RoundedGpuPages:
         moved = [each.view(torch.uint8).index_select(0, source) for each in codes]
         moved_scales = [each.index_select(0, source) for each in scales]
         if inv_freq is not None:
-            shift = self._shifts.get(layer, torch.zeros((), device=source.device))[..., None, :]
-            keys = self.expanded_keys(layer, source) + shift
+            keys, shift = self.expanded_keys(layer, source), self.shift(layer)
+            if shift is not None:
+                keys += shift[:, None]
             half = len(inv_freq)
             angles = (distance.float()[:, None] * inv_freq)[:, None, None]
             cos, sin = angles.cos(), angles.sin()
             first, second = keys[..., :half].clone(), keys[..., half : 2 * half].clone()
             keys[..., :half] = first * cos - second * sin
             keys[..., half : 2 * half] = second * cos + first * sin
-            keys -= shift
+            if shift is not None:
+                keys -= shift[:, None]
             moved_scales[0] = keys.abs().amax((2, 3)) / MOST
             wide = moved_scales[0][:, :, None, None]
             keys = torch.where(wide > 0, keys / wide, 0.0).clamp_(-MOST, MOST)
