@@ -133,8 +133,8 @@ def compare(one: _Asked, other: _Asked) -> Compared:
 def sign_test(some: int, others: int) -> float:
     """The probability that equal chances lead to counts at least as far apart."""
     total, least = some + others, min(some, others)
-    tail = sum(math.comb(total, number) for number in range(least + 1)) / 2**total
-    return min(1.0, 2 * tail)
+    tail = sum(math.comb(total, number) for number in range(least + 1))
+    return min(1.0, 2 * tail / (1 << total))
 
 
 def parser() -> argparse.ArgumentParser:

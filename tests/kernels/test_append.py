@@ -49,7 +49,8 @@ def test_keys_are_shifted_after_their_rotation(dim: int, half: int) -> None:
     pages = torch.zeros(4, 2, 3, 16, dim)
     found = []
     for k_pages, v_pages, less in ((*pages[:2], None), (*pages[2:], shift)):
-        q, k, v = qkv.clone().split((4, 3, 3), 1)
+        heads = qkv.clone()
+        q, k, v = heads[:, :4], heads[:, 4:7], heads[:, 7:]
         rope_append(q, k, v, k_pages, v_pages, positions, slots, inv_freq, shift=less)
         found.append(q)
     written = slots[slots >= 0]
@@ -58,7 +59,7 @@ def test_keys_are_shifted_after_their_rotation(dim: int, half: int) -> None:
     assert torch.equal(pages[1], pages[3])
     assert torch.equal(*found)
     with pytest.raises(LayoutError, match="shift"):
-        rope_append(q, k, v, *pages[:2], positions, slots, inv_freq, shift=shift[:2])
+        rope_append(q, k, v, pages[0], pages[1], positions, slots, inv_freq, shift=shift[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
