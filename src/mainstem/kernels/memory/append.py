@@ -47,9 +47,16 @@ def _rope_append_kernel(
 ):  # fmt: skip
     """One program per token, all heads."""
     token = tl.program_id(0).to(tl.int64)
+    kv_heads = tl.arange(0, KV_LANES)
+    is_kv = kv_heads < KV_HEADS
     if HALF > 0:
         halves = tl.arange(0, HALF_LANES)
         inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
+        if k_shift_ptr is not None:
+            shift_ptrs = k_shift_ptr + kv_heads[:, None] * HEAD_DIM + halves[None, :]
+            is_pair = is_kv[:, None] & (halves < HALF)[None, :]
+            shift_first = tl.load(shift_ptrs, mask=is_pair, other=0.0)
+            shift_second = tl.load(shift_ptrs + HALF, mask=is_pair, other=0.0)
     wait_for_ahead(OVERLAPS)
     slot = tl.load(slots_ptr + token)
     if q_gain_ptr is not None:
@@ -73,18 +80,14 @@ def _rope_append_kernel(
         _store_halves(q_ptr, q_offset, is_head, first, second, HALF, HALF_LANES)
 
     if slot >= 0:
-        kv_heads = tl.arange(0, KV_LANES)
-        is_kv = kv_heads < KV_HEADS
         page_offset = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * HEAD_DIM
         target = page_offset + kv_heads * stride_kv_head
         k_offset = token * stride_k_token + kv_heads * stride_k_head
         if HALF > 0:
             k_first, k_second = _rotated(k_ptr, k_offset, is_kv, cos, sin, HALF, HALF_LANES)
             if k_shift_ptr is not None:
-                shift_ptrs = k_shift_ptr + kv_heads[:, None] * HEAD_DIM + halves[None, :]
-                is_pair = is_kv[:, None] & (halves < HALF)[None, :]
-                k_first -= tl.load(shift_ptrs, mask=is_pair, other=0.0)
-                k_second -= tl.load(shift_ptrs + HALF, mask=is_pair, other=0.0)
+                k_first -= shift_first
+                k_second -= shift_second
             _store_halves(k_pages_ptr, target, is_kv, k_first, k_second, HALF, HALF_LANES)
         dims = tl.arange(0, DIM)
         is_cell = is_kv[:, None] & (dims < HEAD_DIM)[None, :]
@@ -120,8 +123,8 @@ def rope_append(
     graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +
     len(inv_freq); None: nothing is rotated. `shift` [kv_heads, dim] fp32 is subtracted from keys
     after their rotation. q, k, v may be views of one projection; v is not changed, and k only by
-    its norm, in place. inv_freq is a model's constant: it is read while the previous kernel may
-    still run, so that kernel must not write it.
+    its norm, in place. inv_freq and shift are a model's constants: they are read while the
+    previous kernel may still run, so that kernel must not write them.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
