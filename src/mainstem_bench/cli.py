@@ -57,6 +57,10 @@ BENCHES = {
         "mainstem_bench.kv_dtype",
         "perplexity of texts with K and V in fp8, compared with unrounded",
     ),
+    "kv-answers": (
+        "mainstem_bench.kv_answers",
+        "few-shot questions and needles in long texts, with K and V in 16 bits and in fp8",
+    ),
     "kernel": (
         "mainstem_bench.kernel",
         "span attention on a GPU, compared with its least possible time",

@@ -22,6 +22,8 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
 from mainstem.models.cpu.decoder import load_decoder
 from mainstem.models.families import read_spec
+from mainstem.models.key_shifts import KeyShifts
+from mainstem.models.weights import Checkpoint
 from mainstem.runner.rounded_pages import RoundedPages
 from mainstem_bench.perplexity import losses
 from mainstem_bench.report import load_average, show
@@ -49,16 +51,17 @@ def main(argv: list[str]) -> int:
     folder = resolve_model(args.model)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [read_windows(tokenizer, text, args.window, args.windows) for text in args.text]
-    decoder = load_decoder(folder, read_spec(folder), torch.float32)
+    spec = read_spec(folder)
+    decoder = load_decoder(folder, spec, torch.float32)
+    weights = Checkpoint(folder, torch.float32, names=spec.names, quantized=spec.quantized)
+    pages = partial(RoundedPages, num_open=1, shifts=KeyShifts.read(weights, spec))
     for text, ids in zip(args.text, texts, strict=True):
         load = load_average()
         with StageBar() as progress:
             progress("unrounded", 0.0)
             plain = losses(decoder, ids, args.window, args.window)
             progress("fp8", 0.5)
-            rounded = losses(
-                decoder, ids, args.window, args.window, partial(RoundedPages, num_open=1)
-            )
+            rounded = losses(decoder, ids, args.window, args.window, pages)
         differences = rounded - plain
         result = {
             "model": args.model,

@@ -136,7 +136,7 @@ FLOAT_POINTERS = (
     "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
     "weights_ptr", "shared_weights_ptr", "sinks_ptr", "a_log_ptr", "dt_bias_ptr", "d_ptr",
     "matrix_ptr", "choice_bias_ptr", "sums_ptr", "of_base_ptr", "found_ptr",
-    "gates_ptr", "norms_ptr",
+    "gates_ptr", "norms_ptr", "k_shift_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 OF_ROWS = (  # arguments that are None in steps without rows
@@ -305,7 +305,7 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     very_wide = {"HEAD_DIM": 512, "DIM": 512, "HALF": 256, "HALF_LANES": 256}
     yield Job(
         _rope_append_kernel,
-        {**half, **heads, **overlaps, **very_wide},
+        {**half, **heads, **overlaps, **very_wide, **_nothing("k_shift_ptr")},
         {"q_gain_ptr": "*fp32", "k_gain_ptr": "*fp32"},
         {"num_warps": 8},
     )
@@ -319,14 +319,15 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
         yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
-    no_norms = _nothing("q_gain_ptr", "k_gain_ptr")
-    yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
-    yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps, **no_norms})
+    no_norms, no_shift = _nothing("q_gain_ptr", "k_gain_ptr"), _nothing("k_shift_ptr")
+    plain = {**no_norms, **no_shift}
+    yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps, **no_shift})
+    yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps, **plain})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     slots = {"KV_HEADS": 8, "HEAD_LANES": 8, "PAGE_SIZE": 16}
     yield Job(_copy_slots_kernel, {**HEAD, **slots}, {"from_ptr": "*i64", "to_ptr": "*i64"})
     still = {"HALF": 0, "HALF_LANES": 1, "PAGE_SIZE": 16, "inv_freq_ptr": None}
-    yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps, **no_norms})
+    yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps, **plain})
     yield Job(_rerotate_kernel, {**HEAD, **still})
 
 
@@ -349,6 +350,9 @@ def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]
     opened = {"GROUP": 4, "ROWS": 16, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
     yield Job(_open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"})
     yield Job(_round_pages_kernel, heads, {"targets_ptr": "*i64", **codes})
+    new = {"HEADS": 12, "HEAD_LANES": 16, "KV_HEADS": 2, "KV_LANES": 2, "PAGE_SIZE": 16}
+    shifted = {"HALF": 64, "HALF_LANES": 64, **_nothing("q_gain_ptr", "k_gain_ptr")}
+    yield Job(_rope_append_kernel, {**HEAD, **overlaps, **new, **shifted})
     sizes = {"KV_HEADS": 8, "COUNT": 16 * 128, "LARGEST": 3e38, "BLOCK": 2048}
     yield Job(_expand_pages_kernel, sizes, {"pages_ptr": "*i32", **codes})
 

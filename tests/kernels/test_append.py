@@ -40,6 +40,28 @@ def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
     assert torch.equal(v, old_v)
 
 
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 0)])
+def test_keys_are_shifted_after_their_rotation(dim: int, half: int) -> None:
+    torch.manual_seed(0)
+    qkv, positions = torch.randn(3, 4 + 3 + 3, dim), torch.tensor([9, 1000, 11])
+    slots, shift = torch.tensor([17, -1, 2]), torch.randn(3, dim) * 300
+    inv_freq = 10000.0 ** (-torch.arange(half).float() / half) if half else None
+    pages = torch.zeros(4, 2, 3, 16, dim)
+    found = []
+    for k_pages, v_pages, less in ((*pages[:2], None), (*pages[2:], shift)):
+        heads = qkv.clone()
+        q, k, v = heads[:, :4], heads[:, 4:7], heads[:, 7:]
+        rope_append(q, k, v, k_pages, v_pages, positions, slots, inv_freq, shift=less)
+        found.append(q)
+    written = slots[slots >= 0]
+    plain, shifted = (keys[written // 16, :, written % 16] for keys in (pages[0], pages[2]))
+    assert torch.allclose(shifted, plain - shift, atol=1e-4)
+    assert torch.equal(pages[1], pages[3])
+    assert torch.equal(*found)
+    with pytest.raises(LayoutError, match="shift"):
+        rope_append(q, k, v, pages[0], pages[1], positions, slots, inv_freq, shift=shift[:2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_some_heads_of_a_product_are_normed_in_place(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -151,8 +151,11 @@ class _Weights(RandomWeights):
     trained model has learned them. With gains around one, scores of 512 dims are far over 20, so
     that a token sees a single other one, and a rounding to bf16 changes which one that is."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, spec: ModelSpec) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, spec: ModelSpec, key_bias: float
+    ) -> None:
         super().__init__(dtype, device, 0)
+        self._spec, self._key_bias = spec, key_bias
         kinds = {layer.attention for layer in spec.layers if layer.attention is not None}
         self._is_scaled = all(kind.scale != 1.0 for kind in kinds)
 
@@ -164,6 +167,10 @@ class _Weights(RandomWeights):
         tensor = 1.0 + 0.2 * noise if is_gain else 0.15 * noise
         if name.endswith("k_norm.weight") and not self._is_scaled:
             tensor /= math.sqrt(sizes[0])
+        if name.endswith("k_proj.bias") and self._key_bias:
+            heads = tensor.view(-1, self._spec.head_dim)
+            heads[:, self._spec.ropes[0].rotary_dim // 2 - 1] += self._key_bias
+            heads[:, -1] -= self._key_bias
         return tensor.contiguous().to(self.device, self.dtype)
 
 
@@ -172,12 +179,13 @@ class RecipeOrigin:
     """A source whose weights are equal on every device."""
 
     spec: ModelSpec
+    key_bias: float = 0.0  # of keys in the pair that turns slowest, and in the last dim
 
     def digest(self) -> bytes:
         return b"recipe"
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        return _Weights(dtype, device, self.spec)
+        return _Weights(dtype, device, self.spec, self.key_bias)
 
     def kv_scales(self) -> None:
         return None

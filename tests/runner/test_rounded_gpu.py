@@ -26,18 +26,19 @@ from tests.fakes import FakeRunner
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 from tests.runner.recorded_graphs import Recorder
 from tests.runner.steps import Seq, Work, a_step, run
-from tests.runner.test_rounded_pages import Answer, ask, distance, rounded
+from tests.runner.test_rounded_pages import BIASED, Answer, a_model, ask, distance, rounded
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs TRITON_INTERPRET=1; see test_interpreter.py",
 )
-# plain; windows and parts of pages; sinks; K and V that layers share
+# plain; windows and parts of pages; sinks; K and V that layers share; keys that are shifted
 MODELS = [
     "GraniteForCausalLM",
     "Gemma3ForCausalLM",
     pytest.param("GptOssForCausalLM", marks=pytest.mark.slow),
     pytest.param("Gemma 4 with inputs of layers", marks=pytest.mark.slow),
+    "NemotronForCausalLM" + BIASED,
 ]
 NEAR = 1e-3  # of logprobs; rounding to fp8 changes them by 4e-3 to 0.3
 
@@ -51,7 +52,7 @@ def runners(name: str) -> list[tuple[Runner, Engine]]:
     """An engine on the interpreted GPU, and one on the CPU."""
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
-    origin, config = RecipeOrigin(RECIPES[name]), small(a_config())
+    origin, config = a_model(name), small(a_config())
     found: list[tuple[Runner, Engine]] = []
     for runner, facts in (
         load_gpu_runner(origin, config, torch.device("cpu")),
@@ -146,10 +147,11 @@ def test_steps_in_graphs_expand_no_pages(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @interpreted
-def test_moved_pages_and_masses_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "NemotronForCausalLM" + BIASED])
+def test_moved_pages_and_masses_are_those_of_the_cpu(name: str) -> None:
     found: list[Answer] = []
     masses = []
-    for runner, _ in runners("GraniteForCausalLM"):
+    for runner, _ in runners(name):
         seq = Seq(slot=1, token_ids=list(range(3, 48)), pages=[4, 0, 2])
         first = [Work(seq, 35, has_sample=False)]
         run(runner, a_step(first, 16, 96), first)

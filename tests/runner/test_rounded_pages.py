@@ -25,12 +25,13 @@ from mainstem.core.config import (
     Share,
     StoreConfig,
 )
-from mainstem.core.errors import ConfigError, UnsupportedModel
+from mainstem.core.errors import ConfigError, InvalidRequest, UnsupportedModel
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Overflow, Request, SamplingParams
 from mainstem.core.step import PageWeighing, Step
+from mainstem.core.weights import FolderUpdate, TensorUpdate
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.kernels.memory.cpu import turn_keys
@@ -49,8 +50,11 @@ from tests.runner.steps import Seq, Work, a_step, run
 
 pytestmark = pytest.mark.torch
 
+BIASED = ", large biases of keys"
 MODELS = [name for name, spec in RECIPES.items() if not spec.recurrences]
-FEW = ["GraniteForCausalLM", "Gemma3ForCausalLM"]  # pages of one part, and of two
+MODELS += ["Qwen2MoeForCausalLM" + BIASED, "NemotronForCausalLM" + BIASED]
+# pages of one part, and of two; keys that are shifted, of which only some dims are rotated
+FEW = ["GraniteForCausalLM", "Gemma3ForCausalLM", "PhiForCausalLM" + BIASED]
 VOCAB = 96
 Answer = list[tuple[int, np.ndarray]]
 
@@ -59,8 +63,13 @@ def rounded(config: EngineConfig) -> EngineConfig:
     return replace(config, cache=replace(config.cache, kv_dtype=KvDType.FP8))
 
 
+def a_model(name: str) -> RecipeOrigin:
+    recipe, _, _ = name.partition(BIASED)
+    return RecipeOrigin(RECIPES[recipe], 300.0 if name.endswith(BIASED) else 0.0)
+
+
 def an_engine(name: str, config: EngineConfig, bus: EventBus | None = None) -> Engine:
-    runner, facts = load_cpu_runner(RecipeOrigin(RECIPES[name]), config)
+    runner, facts = load_cpu_runner(a_model(name), config)
     return join(runner, facts, config, bus or EventBus())
 
 
@@ -323,16 +332,18 @@ def test_a_moved_page_has_the_error_of_two_roundings() -> None:
 
 
 @pytest.mark.parametrize("overflow", [Overflow.KV, Overflow.IMPORTANT])
-@pytest.mark.parametrize("name", ["OlmoForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["OlmoForCausalLM", "Gemma3ForCausalLM", "PhiForCausalLM" + BIASED]
+)
 def test_truncated_conversations_read_moved_pages(name: str, overflow: Overflow) -> None:
     """With one layer a moved page is a computed page, rotated: each answer must be near that to a
     prompt of the kept tokens."""
-    spec = RECIPES[name]
-    spec = replace(spec, layers=spec.layers[-1:])
+    model = a_model(name)
+    model = replace(model, spec=replace(model.spec, layers=model.spec.layers[-1:]))
     config = rounded(replace(a_config(), sched=SchedConfig(chunk_tokens=24, max_model_len=160)))
     bus = EventBus()
     counters = Counters().attach(bus)
-    runner, facts = load_cpu_runner(RecipeOrigin(spec), config)
+    runner, facts = load_cpu_runner(model, config)
     engine = join(runner, facts, config, bus)
     rng, said, far = np.random.default_rng(3), list[int](), 0.0
     for turn in range(6):
@@ -359,7 +370,7 @@ def test_weighings_read_the_pages_as_rounded(name: str) -> None:
     same code path: it holds the tokens of two steps."""
     masses = []
     for config in (a_config(), rounded(a_config())):
-        runner, _ = load_cpu_runner(RecipeOrigin(RECIPES[name]), config)
+        runner, _ = load_cpu_runner(a_model(name), config)
         ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 45)]
         seq = Seq(slot=1, token_ids=ids, pages=[4, 0, 2])
         first = [Work(seq, 35, has_sample=False)]
@@ -410,21 +421,58 @@ def test_a_declared_scale_that_is_missing_is_named(tmp_path: Path) -> None:
         load_cpu_runner(folder_origin(tmp_path), config)
 
 
+def test_shifts_keep_large_biases_from_drowning_keys() -> None:
+    """A shift that nobody needs changes nothing but the rounding; without it, more is lost."""
+    name, config = "Qwen2MoeForCausalLM" + BIASED, rounded(a_config())
+    right = [ask(an_engine(name, a_config()), [ids])[0] for ids in prompts()]
+    shifted = [ask(an_engine(name, config), [ids])[0] for ids in prompts()]
+    engine = an_engine(name, config)
+    assert isinstance(engine._runner, CpuRunner)
+    assert isinstance(engine._runner.pages, RoundedPages)
+    engine._runner.pages.shifts.clear()
+    plain = [ask(engine, [ids])[0] for ids in prompts()]
+    assert distance(shifted, right) < distance(plain, right) / 2
+
+
+def test_shifts_are_a_part_of_the_identity() -> None:
+    """Pages of engines whose shifts differ cannot be mixed."""
+    config, recipe = rounded(a_config()), RECIPES["Qwen2MoeForCausalLM"]
+    origins = [RecipeOrigin(recipe, bias) for bias in (0.0, 300.0, 100.0, 100.1)]
+    found = [load_cpu_runner(origin, config)[1].identity for origin in origins]
+    assert len(set(found[:3])) == 3
+    assert found[2] == found[3]  # shifts are whole numbers; the weights' digest is equal here
+    plain = [load_cpu_runner(origin, a_config())[1].identity for origin in origins]
+    assert len(set(plain)) == 1
+
+
 @pytest.mark.parametrize(("part", "is_refused"), [("k", True), ("q", False), ("v", False)])
-def test_large_biases_of_keys_are_refused(part: str, is_refused: bool, tmp_path: Path) -> None:
-    """As in Qwen2.5: fp8 would round them by up to a 16th of their size."""
-    make_checkpoint("qwen2", tmp_path)
-    file = tmp_path / "model.safetensors"
+def test_large_biases_that_turn_are_refused(part: str, is_refused: bool, tmp_path: Path) -> None:
+    """A shift cannot follow them, so that fp8 would round them by up to a 16th of their size. At
+    the start, and when weights change."""
+    make_checkpoint("qwen2", tmp_path / "a")
+    make_checkpoint("qwen2", tmp_path / "b")
+    file, name = tmp_path / "b" / "model.safetensors", f"model.layers.1.self_attn.{part}_proj.bias"
     tensors = load_file(file)
-    tensors[f"model.layers.1.self_attn.{part}_proj.bias"][5] = -300.0
+    tensors[name][0] = -300.0
     save_file(tensors, file)
     config = EngineConfig(cache=CacheConfig(kv_tokens=64))
-    load_cpu_runner(folder_origin(tmp_path), config)
+    load_cpu_runner(folder_origin(tmp_path / "b"), config)
+    runner, _ = load_cpu_runner(folder_origin(tmp_path / "a"), rounded(config))
+    assert runner.weights is not None
+    updates = (FolderUpdate(tmp_path / "b"), TensorUpdate([(name, tensors[name])]))
     if not is_refused:
-        load_cpu_runner(folder_origin(tmp_path), rounded(config))
+        load_cpu_runner(folder_origin(tmp_path / "b"), rounded(config))
+        for update in updates:
+            runner.weights.update(update)
         return
-    with pytest.raises(ConfigError, match=r"its keys have biases of up to 300"):
-        load_cpu_runner(folder_origin(tmp_path), rounded(config))
+    words = "kv_dtype=fp8 is not supported for this model: the keys of layer 1 have biases"
+    with pytest.raises(UnsupportedModel, match=words):
+        load_cpu_runner(folder_origin(tmp_path / "b"), rounded(config))
+    before = runner.weights.update(FolderUpdate(tmp_path / "a"))
+    for update in updates:
+        with pytest.raises(InvalidRequest, match=words):
+            runner.weights.update(update)
+    assert runner.weights.update(FolderUpdate(tmp_path / "a")) == before
 
 
 def declare_fp8_kv(folder: Path, scales: dict[str, float]) -> None:

@@ -157,7 +157,6 @@ class TensorReader:
         self._names = spec.names
         self._unpacked: list[str] = []  # products that could not stay packed
         self.part = part_of(spec, shard)
-        self.largest_key_bias = 0.0  # of the layers read so far; 0 if keys have norms
 
     def embedding(self) -> Tensor:
         """[vocab, hidden]. A rank has only the rows of its own tokens, padded with zeros to
@@ -380,9 +379,29 @@ class TensorReader:
             self._unpacked.append(" + ".join(r.name for r in rows))
         bias = None
         if has_bias:
-            biases = [self._take(f"{r.name}.bias", r.whole, at=(r.part,)) for r in rows]
-            bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+            bias = self._bias(rows)
         return Product(weight, bias)
+
+    def _bias(self, rows: Sequence[Rows]) -> Tensor:
+        biases = [self._take(f"{r.name}.bias", r.whole, at=(r.part,)) for r in rows]
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
+
+    def key_bias(self, index: int) -> Tensor:
+        """Return the bias of a layer's keys, [kv_heads, dim] in fp32 on the CPU, in the order of
+        `layer`. The layer must have one."""
+        spec, layer = self._spec, self._spec.layers[index]
+        attention, part = layer.attention, self.part.layers[index].attention
+        assert attention is not None, "a recurrent layer has no keys"
+        assert part is not None
+        prefix, rope = self._names.layer.format(index) + ".", attention.rope
+        names = [prefix + name for name in self._names.qkv]
+        heads, dim = self.part.kv_shape(part).heads, spec.kv_shape(attention).dim
+        # queries, with their gates, come first, values last
+        bias = self._bias(qkv_rows(spec, layer, self._cut, names))[-2 * heads * dim : -heads * dim]
+        bias = bias.view(heads, dim).float().cpu()
+        if rope is not None and rope.has_adjacent_pairs:
+            bias = bias[:, split_pairs(dim, rope.rotary_dim)]
+        return bias
 
     def _summed(self, name: str, width: int, columns: slice, has_bias: bool) -> Product:
         """Return some columns of a product whose output is summed over ranks. Only rank 0 has the
@@ -482,10 +501,6 @@ class TensorReader:
         names = [prefix + name for name in self._names.qkv]
         rows = qkv_rows(spec, layer, self._cut, names)
         product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
-        if product.bias is not None and spec.qk_norm is QkNorm.NONE:
-            first, num_keys = self.part.num_heads * dim, self.part.kv_shape(attention).heads * dim
-            largest = product.bias[first : first + num_keys].abs().max()
-            self.largest_key_bias = max(self.largest_key_bias, float(largest))
         if attention.has_gate:
             product = product.rows_at(gates_last(self.part))
         if rope is not None and rope.has_adjacent_pairs:

@@ -18,6 +18,7 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.cpu.decoder import Decoder, make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
+from mainstem.models.key_shifts import KeyShifts
 from mainstem.models.quantized.kv_scales import KvScales
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, compute_dtype
@@ -60,6 +61,8 @@ def load_cpu_runner(
         check_quantizable(spec)
         dtype = torch.float32
     is_int8, device = model.quantize is Quantize.INT8, torch.device("cpu")
+    is_rounded = rounds_pages(cache, spec, DType(str(dtype).removeprefix("torch.")))
+    shifts = KeyShifts.read(origin.open(dtype, device), spec, ranks.shard) if is_rounded else None
     decoder = make_decoder(origin.open(dtype, device), spec, ranks)
     is_packed = False
     if is_int8:
@@ -67,14 +70,12 @@ def load_cpu_runner(
     else:
         is_packed = pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
     part = decoder.spec
-    compute = DType(str(dtype).removeprefix("torch."))
-    is_rounded = rounds_pages(cache, spec, compute, decoder.largest_key_bias)
     memory = _divide(part, config, ranks, dtype, context, available, num_parts, is_rounded)
     kv, num_open = memory.kv, memory.num_open
     scales = _kv_scales(origin, decoder, cache) if is_rounded else None
     layout = LAYOUT
-    if is_rounded:
-        layout += ROUNDED_LAYOUT if scales is None else SCALES_LAYOUT
+    if shifts is not None:
+        layout += (ROUNDED_LAYOUT if scales is None else SCALES_LAYOUT) + shifts.layout
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, layout)
     rows = rows_for(config, part, dtype, torch.float32, memory.page_bytes, by_default=True)
     facts = facts.with_states(
@@ -82,7 +83,14 @@ def load_cpu_runner(
     )
     if is_rounded:
         facts = facts.with_open_pages(num_open, memory.open_bytes)
-    pages = _make_pages(part, kv, cache.page_size, dtype, num_open if is_rounded else None, scales)
+    pages: DevicePages | RoundedPages
+    if is_rounded:
+        pages = RoundedPages(
+            part, kv.num_pages, cache.page_size, dtype, kv.num_parts,
+            num_open=num_open, scales=scales, shifts=shifts,
+        )  # fmt: skip
+    else:
+        pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
     runner = CpuRunner(decoder, pages, context, num_states=memory.num_states, rows=rows)
 
     def make(source: Checkpoint) -> Decoder:
@@ -95,7 +103,7 @@ def load_cpu_runner(
     def identify(other: Origin) -> bytes:
         return make_facts(other, config, ranks.shard, dtype, context, kv, layout).identity
 
-    loaded = LoadFacts(origin, dtype, device, identify)
+    loaded = LoadFacts(origin, dtype, device, identify, shifts)
     runner.weights = RunnerWeights(loaded, CpuParts(runner, make))
     return runner, facts
 
@@ -160,22 +168,6 @@ def _kv_scales(origin: Origin, decoder: Decoder, cache: CacheConfig) -> KvScales
     # gains that are part of queries here are part of keys in the checkpoint
     has_gains = any(gain is not None for gain in decoder.query_gains)
     return None if has_gains or cache.kv_dtype is not KvDType.AUTO else origin.kv_scales()
-
-
-def _make_pages(
-    part: ModelSpec,
-    kv: Division,
-    page_size: int,
-    dtype: torch.dtype,
-    num_open: int | None,
-    scales: KvScales | None,
-) -> DevicePages | RoundedPages:
-    """Allocate pages; `num_open`: None unless full pages are rounded."""
-    if num_open is None:
-        return DevicePages(part, kv.num_pages, page_size, dtype, kv.num_parts)
-    return RoundedPages(
-        part, kv.num_pages, page_size, dtype, kv.num_parts, num_open=num_open, scales=scales
-    )
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:

@@ -285,6 +285,7 @@ class GpuAttention:
         rope_append(
             parts[:, :keys], parts[:, keys:values], parts[:, values:end], *pages,
             inputs.positions, places.write_slots, frequencies, self._head_norms[layer],
+            None if self._rounded is None else self._rounded.shift(self._places[layer]),
         )  # fmt: skip
         if self._rounded is not None:
             place = self._places[layer]

@@ -10,8 +10,9 @@ from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits
 from mainstem.kernels.dense.fp8 import has_fp8
 from mainstem.kernels.recurrent import gpu as recurrent_kernels
 from mainstem.models.collectives import ALONE, Collectives, smallest
-from mainstem.models.gpu.decoder import GpuDecoder, load_gpu_decoder
+from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
+from mainstem.models.key_shifts import KeyShifts
 from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.division import Division, KvCosts, divide, open_pages
@@ -64,8 +65,10 @@ def load_gpu_runner(
     spec = origin.spec.at_context(context)
     part = part_of(spec, ranks.shard)
     dtype = _dtype(model, spec)
-    max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
-    max_tokens = max(max_tokens, 2)  # a step has room for a decode and a token of a prompt
+    # a step has room for a decode and a token of a prompt
+    max_tokens = max(config.sched.chunk_tokens or DEFAULT_TOKENS, 2)
+    is_rounded = _rounds_pages(config, part, dtype, device)
+    shifts = _key_shifts(origin, spec, ranks, dtype) if is_rounded else None
     space = Workspace.make(part, max_tokens, dtype, device)
     decoder = load_gpu_decoder(
         origin.open(dtype, device),
@@ -77,7 +80,6 @@ def load_gpu_runner(
     )
     deterministic_keys = DETERMINISTIC_KEYS if model.deterministic else None
     limits = _limits(max_tokens, context if model.deterministic else None)
-    is_rounded = _rounds_pages(config, decoder, dtype, device)
     settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys, is_rounded)
     spans = LayerSpans(part, settings)
     costs = KvCosts.of(part, ROUNDED_BYTES if is_rounded else dtype.itemsize)
@@ -118,7 +120,7 @@ def load_gpu_runner(
         needed = kv.num_bytes + state_memory + num_places * open_bytes
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
     open_places = OpenPlaces(num_open, max_tokens, cache.page_size) if is_rounded else None
-    pages = _make_pages(part, kv, cache.page_size, dtype, device, open_places)
+    pages = _make_pages(part, kv, cache.page_size, dtype, device, open_places, shifts)
     attention = GpuAttention(
         part, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
     )
@@ -144,7 +146,7 @@ def load_gpu_runner(
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
-    layout = LAYOUT + ROUNDED_LAYOUT if is_rounded else LAYOUT
+    layout = LAYOUT if shifts is None else LAYOUT + ROUNDED_LAYOUT + shifts.layout
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, layout)
     if is_rounded:
         facts = facts.with_open_pages(num_open, open_bytes)
@@ -152,7 +154,7 @@ def load_gpu_runner(
     def identify(other: Origin) -> bytes:
         return make_facts(other, config, ranks.shard, dtype, context, kv, layout).identity
 
-    loaded = LoadFacts(origin, dtype, device, identify)
+    loaded = LoadFacts(origin, dtype, device, identify, shifts)
     runner.weights = RunnerWeights(loaded, GpuParts(runner, spec))
     facts = facts.with_states(num_states, per_state, rows.per_state, rows.num_rows)
     return runner, facts.on_device(
@@ -164,12 +166,12 @@ def load_gpu_runner(
 
 
 def _rounds_pages(
-    config: EngineConfig, decoder: GpuDecoder, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, part: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether full pages are rounded: only if `kv_dtype` says so, since scales of checkpoints are
     read on CPUs only."""
     compute = DType(str(dtype).removeprefix("torch."))
-    wanted = rounds_pages(config.cache, decoder.spec, compute, decoder.largest_key_bias)
+    wanted = rounds_pages(config.cache, part, compute)
     if config.cache.kv_dtype is not KvDType.FP8 or not wanted:
         return False
     if not has_fp8(device):
@@ -179,6 +181,12 @@ def _rounds_pages(
     return True
 
 
+def _key_shifts(
+    origin: Origin, spec: ModelSpec, ranks: Collectives, dtype: torch.dtype
+) -> KeyShifts:
+    return KeyShifts.read(origin.open(dtype, torch.device("cpu")), spec, ranks.shard)
+
+
 def _make_pages(  # the sizes
     part: ModelSpec,
     kv: Division,
@@ -186,14 +194,15 @@ def _make_pages(  # the sizes
     dtype: torch.dtype,
     device: torch.device,
     open_places: OpenPlaces | None,
+    shifts: KeyShifts | None,
 ) -> GpuPages | RoundedGpuPages:
-    """Allocate pages; `open_places`: None unless full pages are rounded."""
+    """Allocate pages; `open_places` and `shifts`: None unless full pages are rounded."""
     if open_places is None:
         return GpuPages(part, kv.num_pages, page_size, dtype, device, kv.num_parts)
-    num_open = open_places.num_places
     return RoundedGpuPages(
-        part, kv.num_pages, page_size, dtype, device, kv.num_parts, num_open=num_open
-    )
+        part, kv.num_pages, page_size, dtype, device, kv.num_parts,
+        num_open=open_places.num_places, shifts=shifts,
+    )  # fmt: skip
 
 
 def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:

@@ -4,7 +4,8 @@
     open      [layer][K or V][open places, kv_heads, page_size, head_dim], the compute dtype
 
 Scales are fp32, one for each KV head, 16 bytes apart from the next head's in size but not in place:
-they lie side by side at the start of the last kv_heads * 16 bytes.
+they lie side by side at the start of the last kv_heads * 16 bytes. In both tensors, K is less by
+the layer's key shift (models/key_shifts.py).
 
 New K and V are written to open places (gpu_pages.py); a page is rounded in the step that fills it.
 Which page has which open place is known to the host only (`OpenPlaces`).
@@ -20,6 +21,7 @@ from mainstem.core.ragged import ragged_arange, starts_of
 from mainstem.core.step import Int32s, Int64s, Spans, Step
 from mainstem.kernels.memory.record_size import SCALE_BYTES
 from mainstem.kernels.memory.records import MOST
+from mainstem.models.key_shifts import KeyShifts
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.page_parts import page_parts
@@ -41,6 +43,7 @@ class RoundedGpuPages:
         num_parts: int = 0,
         *,
         num_open: int,
+        shifts: KeyShifts | None = None,
     ) -> None:
         """`num_parts`: RunnerFacts.num_parts; `num_open`: open places."""
         self.num_pages = num_pages
@@ -67,6 +70,8 @@ class RoundedGpuPages:
                 k_scales, v_scales = scales[index].unbind()
                 found[place] = ((k, v), (k_scales, v_scales))
         self._layers = [found[place] for place in range(len(found))]
+        of_place = {} if shifts is None else shifts.of_place
+        self._shifts = {place: shift.to(device) for place, shift in of_place.items()}
 
     @property
     def num_layers(self) -> int:
@@ -84,6 +89,10 @@ class RoundedGpuPages:
     def scales(self, layer: int) -> Pair:
         """[places, kv_heads] of K and of V."""
         return self._layers[layer][1]
+
+    def shift(self, layer: int) -> Tensor | None:
+        """The layer's key shift, [kv_heads, head_dim] fp32."""
+        return self._shifts.get(layer)
 
     def expanded_keys(self, layer: int, places: Tensor) -> Tensor:
         """K of some places, [places, kv_heads, page_size, head_dim] fp32."""
@@ -104,13 +113,17 @@ class RoundedGpuPages:
         moved = [each.view(torch.uint8).index_select(0, source) for each in codes]
         moved_scales = [each.index_select(0, source) for each in scales]
         if inv_freq is not None:
-            keys = self.expanded_keys(layer, source)
+            keys, shift = self.expanded_keys(layer, source), self.shift(layer)
+            if shift is not None:
+                keys += shift[:, None]
             half = len(inv_freq)
             angles = (distance.float()[:, None] * inv_freq)[:, None, None]
             cos, sin = angles.cos(), angles.sin()
             first, second = keys[..., :half].clone(), keys[..., half : 2 * half].clone()
             keys[..., :half] = first * cos - second * sin
             keys[..., half : 2 * half] = second * cos + first * sin
+            if shift is not None:
+                keys -= shift[:, None]
             moved_scales[0] = keys.abs().amax((2, 3)) / MOST
             wide = moved_scales[0][:, :, None, None]
             keys = torch.where(wide > 0, keys / wide, 0.0).clamp_(-MOST, MOST)

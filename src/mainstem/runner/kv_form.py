@@ -5,14 +5,9 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.spec import ModelSpec
 
 ROUNDED_BYTES = 1  # of a number in a rounded page
-# fp8 rounds a number by up to a 16th of its size: with biases of 354, Qwen2.5-Coder-1.5B's answers
-# are worthless; a layer with 111 costs nothing that was measured
-MOST_KEY_BIAS = 128.0
 
 
-def rounds_pages(
-    cache: CacheConfig, spec: ModelSpec, dtype: DType, largest_key_bias: float
-) -> bool:
+def rounds_pages(cache: CacheConfig, spec: ModelSpec, dtype: DType) -> bool:
     """Whether full pages are rounded to fp8; raises ConfigError if the model cannot have the
     `kv_dtype` that was set. `dtype` is the compute dtype."""
     wanted = cache.kv_dtype
@@ -27,12 +22,6 @@ def rounds_pages(
         raise ConfigError(
             "kv_dtype=fp8 is not supported for models with recurrent layers: their states are kept "
             "in the middle of pages, which cannot be continued once they are rounded. Use "
-            "kv_dtype=auto"
-        )
-    if wanted is KvDType.FP8 and largest_key_bias > MOST_KEY_BIAS:
-        raise ConfigError(
-            f"kv_dtype=fp8 is not supported for this model: its keys have biases of up to "
-            f"{largest_key_bias:.0f}, and rounding these would make its answers worthless. Use "
             "kv_dtype=auto"
         )
     return wanted is KvDType.FP8

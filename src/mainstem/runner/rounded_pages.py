@@ -5,7 +5,8 @@
 
 A record is a page's K or V of one head (kernels/memory/records.py). The page that a running
 sequence is filling is open: it is kept in the compute dtype, at the sequence's slot, and rounded in
-the step that fills it. Only rounded pages are shared, saved and loaded.
+the step that fills it. Only rounded pages are shared, saved and loaded. In both, K is less by the
+layer's key shift (models/key_shifts.py).
 """
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from mainstem.kernels.memory.record_size import record_bytes
 from mainstem.kernels.memory.records import expand_pages
+from mainstem.models.key_shifts import KeyShifts
 from mainstem.models.quantized.kv_scales import KvScales
+from mainstem.models.rope import adjacent_pairs
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.page_parts import PagePart, page_parts
 
@@ -35,6 +38,7 @@ class RoundedPages:
         *,
         num_open: int,
         scales: KvScales | None = None,
+        shifts: KeyShifts | None = None,
     ) -> None:
         """`num_parts`: RunnerFacts.num_parts; `num_open`: sequences that run at once; `scales` are
         those of a checkpoint that has them, None: from each page's largest number."""
@@ -58,6 +62,11 @@ class RoundedPages:
             opened.update(zip(part.layers, torch.zeros(of_open, dtype=dtype).unbind(), strict=True))
         self._rounded = [rounded[place] for place in range(len(rounded))]
         self._open = [opened[place] for place in range(len(opened))]
+        # of K as it is kept, [kv_heads, dim] fp32, by a layer's place in a page
+        self.shifts: dict[int, Tensor] = {}
+        for place, shift in () if shifts is None else shifts.of_place.items():
+            pairs = adjacent_pairs(shift.shape[1], spec.rotary_dim(spec.kept[place]))
+            self.shifts[place] = shift[:, pairs]
 
     def record_bytes(self, part: PagePart) -> int:
         return record_bytes(self.page_size * part.shape.dim)

@@ -80,14 +80,16 @@ class RoundedStep:
         return self._local(part, window).shape
 
     def write(self, place: int, window: int | None, kv: Tensor, move_turns: Tensor | None) -> None:
-        """Write K and V of the step's tokens, round full pages, move pages, and expand those that
-        the step reads."""
+        """Shift K in place, write K and V of the step's tokens, round full pages, move pages, and
+        expand those that the step reads."""
         pages, opened, part = self._pages, self._opened, self._pages.part_of[place]
         local = self._local(part, window)
         scratch = local.scratch
+        heads, dim = kv.shape[1], kv.shape[2]
+        if (shift := pages.shifts.get(place)) is not None:
+            kv[:, : heads // 2] -= shift
         if place in self._shared:
             scratch = self._kept[place] = torch.empty_like(local.scratch)
-        heads, dim = kv.shape[1], kv.shape[2]
         by_page = scratch.view(heads, -1, pages.page_size * dim)
         in_progress = pages.opened(place)
         begun, unfinished = self._begun, self._unfinished
@@ -134,7 +136,12 @@ class RoundedStep:
             heads, count = records.shape[1:3]
             keys = torch.empty((heads, count, pages.page_size * dim))
             expand_pages(records[0], keys)
-            turn_keys(keys.view(heads, count, pages.page_size, dim), turns[:, 0])
+            by_token = keys.view(heads, count, pages.page_size, dim)
+            if (shift := pages.shifts.get(place)) is not None:
+                by_token += shift[:, None, None]
+            turn_keys(by_token, turns[:, 0])
+            if shift is not None:
+                by_token -= shift[:, None, None]
             records[0] = round_pages(keys, (pages.scales or {}).get(place, (None, None))[0])
         pages.rounded(place)[:, :, target] = records
 

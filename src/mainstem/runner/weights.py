@@ -27,6 +27,7 @@ from mainstem.core.weights import FolderUpdate, Tag, TensorUpdate, Update
 from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.decoder import Decoder
 from mainstem.models.file_hashes import file_sha256
+from mainstem.models.key_shifts import KeyShifts
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weight_files import weight_files
 from mainstem.models.weights import Checkpoint
@@ -45,6 +46,7 @@ class LoadFacts:
     dtype: torch.dtype
     device: torch.device
     identify: Callable[[Origin], bytes]  # the model's identity with other weights
+    shifts: KeyShifts | None  # if full pages are rounded; they stay when weights change
 
 
 class Parts(Protocol):
@@ -197,6 +199,8 @@ class RunnerWeights:
         return source
 
     def _change(self, source: Checkpoint, names: frozenset[str] | None) -> None:
+        if self._loaded.shifts is not None:
+            self._loaded.shifts.check(source, names)
         try:
             self._parts.change(source, names)
         except WeightsLost:

@@ -38,7 +38,7 @@ def _store_halves(ptr, offset, is_head, first, second, HALF: tl.constexpr, LANES
 @triton.jit
 def _rope_append_kernel(
     q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, positions_ptr, slots_ptr, inv_freq_ptr,
-    q_gain_ptr, k_gain_ptr,
+    q_gain_ptr, k_gain_ptr, k_shift_ptr,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_page, stride_kv_head, eps,
     HEADS: tl.constexpr, HEAD_LANES: tl.constexpr, KV_HEADS: tl.constexpr, KV_LANES: tl.constexpr,
@@ -47,9 +47,16 @@ def _rope_append_kernel(
 ):  # fmt: skip
     """One program per token, all heads."""
     token = tl.program_id(0).to(tl.int64)
+    kv_heads = tl.arange(0, KV_LANES)
+    is_kv = kv_heads < KV_HEADS
     if HALF > 0:
         halves = tl.arange(0, HALF_LANES)
         inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
+        if k_shift_ptr is not None:
+            shift_ptrs = k_shift_ptr + kv_heads[:, None] * HEAD_DIM + halves[None, :]
+            is_pair = is_kv[:, None] & (halves < HALF)[None, :]
+            shift_first = tl.load(shift_ptrs, mask=is_pair, other=0.0)
+            shift_second = tl.load(shift_ptrs + HALF, mask=is_pair, other=0.0)
     wait_for_ahead(OVERLAPS)
     slot = tl.load(slots_ptr + token)
     if q_gain_ptr is not None:
@@ -73,19 +80,24 @@ def _rope_append_kernel(
         _store_halves(q_ptr, q_offset, is_head, first, second, HALF, HALF_LANES)
 
     if slot >= 0:
-        kv_heads = tl.arange(0, KV_LANES)
-        is_kv = kv_heads < KV_HEADS
         page_offset = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * HEAD_DIM
         target = page_offset + kv_heads * stride_kv_head
         k_offset = token * stride_k_token + kv_heads * stride_k_head
         if HALF > 0:
             k_first, k_second = _rotated(k_ptr, k_offset, is_kv, cos, sin, HALF, HALF_LANES)
+            if k_shift_ptr is not None:
+                k_first -= shift_first
+                k_second -= shift_second
             _store_halves(k_pages_ptr, target, is_kv, k_first, k_second, HALF, HALF_LANES)
         dims = tl.arange(0, DIM)
         is_cell = is_kv[:, None] & (dims < HEAD_DIM)[None, :]
         if 2 * HALF < HEAD_DIM:  # partial rotary: the other dims of K are copied
             rest = is_kv[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
             k = tl.load(k_ptr + k_offset[:, None] + dims[None, :], mask=rest)
+            if k_shift_ptr is not None:
+                shift_ptrs = k_shift_ptr + kv_heads[:, None] * HEAD_DIM + dims[None, :]
+                k = k.to(tl.float32) - tl.load(shift_ptrs, mask=rest, other=0.0)
+                k = k.to(k_ptr.dtype.element_ty)
             tl.store(k_pages_ptr + target[:, None] + dims[None, :], k, mask=rest)
         v_offset = token * stride_v_token + kv_heads * stride_v_head
         v = tl.load(v_ptr + v_offset[:, None] + dims[None, :], mask=is_cell)
@@ -102,15 +114,17 @@ def rope_append(
     slots: Tensor,
     inv_freq: Tensor | None,
     norms: HeadNorms | None = None,
+    shift: Tensor | None = None,
 ) -> None:
     """Normalise and rotate q [tokens, heads, dim] in place; write k [tokens, kv_heads, dim],
     normalised and rotated, and v into pages.
 
     Slots are page_id * page_size + offset, int64; a token with a negative slot (padding of a CUDA
     graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +
-    len(inv_freq); None: nothing is rotated. q, k, v may be views of one projection; v is not
-    changed, and k only by its norm, in place. inv_freq is a model's constant: it is read while the
-    previous kernel may still run, so that kernel must not write it.
+    len(inv_freq); None: nothing is rotated. `shift` [kv_heads, dim] fp32 is subtracted from keys
+    after their rotation. q, k, v may be views of one projection; v is not changed, and k only by
+    its norm, in place. inv_freq and shift are a model's constants: they are read while the
+    previous kernel may still run, so that kernel must not write them.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
@@ -133,12 +147,18 @@ def rope_append(
         raise LayoutError(f"positions and slots (int64) must have {tokens} entries")
     if inv_freq is not None and (2 * half > head_dim or inv_freq.dtype != torch.float32):
         raise LayoutError(f"inv_freq must be fp32 and have at most {head_dim // 2} entries")
+    if shift is not None and (
+        tuple(shift.shape) != (kv_heads, head_dim)
+        or shift.dtype != torch.float32
+        or not shift.is_contiguous()
+    ):
+        raise LayoutError(f"shift must be contiguous fp32 [{kv_heads}, {head_dim}]")
     eps = 0.0 if norms is None else norms.check(head_dim)
     if tokens == 0:
         return
     _rope_append_kernel[(tokens,)](
         q, k, v, k_pages, v_pages, positions, slots, inv_freq,
-        None if norms is None else norms.q.gain, None if norms is None else norms.k.gain,
+        None if norms is None else norms.q.gain, None if norms is None else norms.k.gain, shift,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_pages.stride(0), k_pages.stride(1), eps,
         HEADS=heads, HEAD_LANES=next_power_of_2(heads),

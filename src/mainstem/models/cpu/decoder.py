@@ -154,7 +154,6 @@ class Decoder:
         self.inputs: LayerInputs | None = None  # if layers have inputs of their own
         # of layers with attention: gains of rotated queries, [dim]
         self.query_gains: Sequence[Tensor | None] = [None] * len(spec.attentions)
-        self.largest_key_bias = 0.0
         self._page_layers = spec.page_layers
         # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
@@ -248,7 +247,6 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     norm = _norm(ends.norm, part)
     decoder = Decoder(part, embedding, layers, norm, head, sinks, ranks, recurrent)
     decoder.inputs, decoder.query_gains = inputs, gains
-    decoder.largest_key_bias = reader.largest_key_bias
     return decoder
 
 

@@ -137,7 +137,6 @@ def quantize_decoder(decoder: Decoder) -> Decoder:
         decoder.ranks,
     )
     quantized.query_gains = decoder.query_gains
-    quantized.largest_key_bias = decoder.largest_key_bias
     return quantized
 
 

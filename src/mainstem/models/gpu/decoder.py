@@ -116,7 +116,6 @@ class GpuDecoder:
         self.inputs: GpuLayerInputs | None = None  # if layers have inputs of their own
         # of layers with attention: gains of rotated queries, [dim]
         self.query_gains: Sequence[Tensor | None] = [None] * len(sinks)
-        self.largest_key_bias = 0.0
         self.change: DecoderChange | None = None
         self._layers = layers
         self.head = head
@@ -309,7 +308,6 @@ def load_gpu_decoder(
     linears.finish()
     decoder = GpuDecoder(spec, embedding, layers, head, space, sinks, ranks)
     decoder.inputs, decoder.query_gains = inputs, query_gains
-    decoder.largest_key_bias = reader.largest_key_bias
     has_own_head = isinstance(ends.head.weight, Tensor) and ends.head.weight is not embedding
     decoder.change = DecoderChange(decoder, compiler, pieces, last, has_own_head)
     return decoder
