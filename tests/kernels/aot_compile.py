@@ -31,6 +31,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
+from mainstem.kernels.attention.hopper.codes import SCALE_LANES, SCALES, codes_of
 from mainstem.kernels.attention.hopper.rows import tail_of
 from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.shape import Shape
@@ -47,6 +48,7 @@ from mainstem.kernels.attention.tuning import (
     HOPPER_WIDE_HEADS,
     SPLIT_TILES,
     Tiles,
+    for_rounded_pages,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
 from mainstem.kernels.dense.fp8_few import TILES as FEW_TILES
@@ -195,6 +197,7 @@ class HopperShape:
     has_window: bool = False
     softcap: float = 0.0
     before_own_page: bool = False
+    is_rounded: bool = False  # pages in fp8
 
 
 HOPPER_SHAPES = (
@@ -205,6 +208,8 @@ HOPPER_SHAPES = (
     HopperShape(256, 16, 2, has_window=True, softcap=50.0),
     HopperShape(before_own_page=True),
     HopperShape(256, 16, 2, has_window=True, softcap=50.0, before_own_page=True),
+    HopperShape(before_own_page=True, is_rounded=True),
+    HopperShape(64, 32, 8, 2, has_window=True, before_own_page=True, is_rounded=True),
 )
 MORE_SHAPES = (
     HopperShape(128, 64, has_window=True),
@@ -217,20 +222,30 @@ MORE_SHAPES = (
     HopperShape(64, 16, 8, has_window=True, before_own_page=True),
     HopperShape(80, 32, 13, 1, has_window=True, before_own_page=True),
     HopperShape(96, 64, before_own_page=True),
+    HopperShape(128, 64, 8, 1, softcap=50.0, before_own_page=True, is_rounded=True),
+    HopperShape(64, 16, 16, 1, before_own_page=True, is_rounded=True),
 )
 
 
 def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
     for shape in shapes:
         tiles = SPLIT_TILES[shape.head_dim]
-        cut = Shape(shape.group, shape.kv_heads, shape.page_size, 264, tiles)
+        if shape.is_rounded:
+            tiles = for_rounded_pages(tiles)
+        cut = Shape(
+            shape.group, shape.kv_heads, shape.page_size, 264, tiles, is_rounded=shape.is_rounded
+        )
         constants: dict[str, object] = {
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim,
             "PAGE_SIZE": shape.page_size, "HAS_LSE": True, "HAS_WINDOW": shape.has_window,
             "SOFTCAP": shape.softcap, "BEFORE_OWN_PAGE": shape.before_own_page,
+            "ROUNDED": shape.is_rounded,
         }  # fmt: skip
         own: dict[str, object] = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
-        options = {"num_warps": hopper_large.NUM_WARPS, "maxnreg": hopper_large.MAX_REGISTERS}
+        options = {
+            "num_warps": hopper_large.NUM_WARPS,
+            "maxnreg": hopper_large.max_registers(is_rounded=shape.is_rounded),
+        }
         yield _gluon_job(
             hopper_large._large_units_kernel, constants | own, shape.page_size, options, 227 << 10
         )
@@ -239,7 +254,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
             "maxnreg": hopper_small.max_registers(tiles.programs_per_sm),
         }
         for is_first in (False, True) if shape == HopperShape() else (False,):
-            own = {"FOLD": cut.fold, "SPLITS": cut.splits, "STAGES": tiles.small_stages,
+            own = {"FOLD": cut.fold, "SPLITS": cut.splits, "STAGES": cut.small_stages,
                    "IS_FIRST": is_first}  # fmt: skip
             yield _gluon_job(
                 hopper_small._small_units_kernel,
@@ -265,6 +280,15 @@ def _gluon_job(
     tail = tail_of(int(str(constants["HEAD_DIM"])))
     box = f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>"
     types = {"k_desc": box, "v_desc": box, "partial_ptr": "*fp16"}
+    scales = ("k_scales_desc", "v_scales_desc")
+    if constants["ROUNDED"]:
+        panel = min(128, int(str(constants["HEAD_DIM"])))
+        box = f"tensordesc<fp8e4nv[1, {rows}, {panel}],{codes_of(panel)!r}>"
+        types |= {"k_desc": box, "v_desc": box}
+        box = f"tensordesc<fp32[1, {SCALE_LANES.value}],{SCALES.value!r}>"
+        types |= dict.fromkeys(scales, box)
+    else:
+        constants = {**constants, **_nothing(*scales)}
     if tail:
         box = f"tensordesc<bf16[{rows}, {tail}],{tiles_of(tail)!r}>"
         types |= {"k_tail_desc": box, "v_tail_desc": box}
