@@ -232,9 +232,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
         tiles = SPLIT_TILES[shape.head_dim]
         if shape.is_rounded:
             tiles = for_rounded_pages(tiles)
-        cut = Shape(
-            shape.group, shape.kv_heads, shape.page_size, 264, tiles, is_rounded=shape.is_rounded
-        )
+        cut = Shape(shape.group, shape.kv_heads, shape.page_size, 264, tiles)
         constants: dict[str, object] = {
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim,
             "PAGE_SIZE": shape.page_size, "HAS_LSE": True, "HAS_WINDOW": shape.has_window,
@@ -254,7 +252,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
             "maxnreg": hopper_small.max_registers(tiles.programs_per_sm),
         }
         for is_first in (False, True) if shape == HopperShape() else (False,):
-            own = {"FOLD": cut.fold, "SPLITS": cut.splits, "STAGES": cut.small_stages,
+            own = {"FOLD": cut.fold, "SPLITS": cut.splits, "STAGES": tiles.small_stages,
                    "IS_FIRST": is_first}  # fmt: skip
             yield _gluon_job(
                 hopper_small._small_units_kernel,

@@ -244,7 +244,6 @@ class SpanAttention:
             fixed_stretch=deterministic_keys,
             max_partials=limits.partials(),
             has_windows=has_window,
-            is_rounded=is_rounded,
         )
         self._make_buffers(partials)
         self._last: KernelPlan | None = None  # the next step may reuse it
@@ -464,8 +463,8 @@ class SpanAttention:
             )  # fmt: skip
         small._small_units_kernel[(shape.num_programs,)](
             q, k.small[0], v.small[0], k.small[1], v.small[1], *boxes_of_scales, *tensors,
-            self._tickets, shape.small_stages,
-            FOLD=shape.fold, SPLITS=shape.splits, STAGES=shape.small_stages, IS_FIRST=not has_large,
+            self._tickets, tiles.small_stages,
+            FOLD=shape.fold, SPLITS=shape.splits, STAGES=tiles.small_stages, IS_FIRST=not has_large,
             num_warps=small.NUM_WARPS, maxnreg=small.max_registers(tiles.programs_per_sm),
             **constants,
         )  # fmt: skip

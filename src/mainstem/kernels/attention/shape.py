@@ -55,7 +55,6 @@ class Shape:
     can_cut: bool = True  # False: no span is cut, which leaves the fewest Partials
     max_partials: int | None = None  # cuts with more are taken only if there is no other
     has_windows: bool = False  # plans have the first key of each query
-    is_rounded: bool = False  # pages are in fp8
 
     def __post_init__(self) -> None:
         if self.tiles.is_split and self.num_programs % self.tiles.programs_per_sm:
@@ -91,12 +90,6 @@ class Shape:
         """
         times = self.small_q // (self.fold * max(self.group, LEAST_ROWS))
         return 1 << (times.bit_length() - 1) if self.tiles.is_split and times else 1
-
-    @cached_property
-    def small_stages(self) -> int:
-        """Steps of the small tile's loop in flight. Parts of heads are merged in shared memory, so
-        tiles in fp8 have one step less room there."""
-        return self.tiles.small_stages - (self.is_rounded and self.splits > 1)
 
     @cached_property
     def has_whole_pages(self) -> bool:
@@ -147,7 +140,7 @@ def tiles_for_rounded(
     heads. Otherwise the portable kernel reads them.
     """
     rounded = for_rounded_pages(tiles)
-    shape = Shape(group, kv_heads, page_size, rounded.programs_per_sm, rounded, is_rounded=True)
+    shape = Shape(group, kv_heads, page_size, rounded.programs_per_sm, rounded)
     if head_dim in ROUNDED_DIMS and shape.has_whole_pages:
         return rounded
     return hopper_tiles(head_dim)

@@ -113,7 +113,7 @@ def for_rounded_pages(tiles: Tiles) -> Tiles:
     """Split tiles for pages in fp8: half of the bytes a key. Large units keep tiles in 16 bits,
     too, so theirs are smaller."""
     pace = replace(tiles.pace, reads=2.0 * tiles.pace.reads)
-    stages = 2 * tiles.small_stages
+    stages = tiles.small_stages + 1
     return replace(tiles, small_stages=stages, large_k=64, large_stages=3, pace=pace)
 
 
