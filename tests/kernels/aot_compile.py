@@ -264,7 +264,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
     for head_dim in {shape.head_dim for shape in shapes}:
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": 1 << (head_dim - 1).bit_length(),
                  "IS_ORDERED": False, "HAS_LSE": True, "IS_PACKED": True,
-                 "OVERLAPS": True}  # fmt: skip
+                 "LETS_IN": False, "OVERLAPS": True}  # fmt: skip
         yield Job(_merge_partials_kernel, merge, {"partial_ptr": "*fp16"})
 
 
@@ -333,13 +333,17 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     )
     merge = {"HEADS": 32, "HEAD_DIM": 512, "DIM": 512, "IS_ORDERED": False, "HAS_LSE": True}
     yield Job(
-        _merge_partials_kernel, {**merge, **overlaps, "IS_PACKED": False}, {}, {"num_warps": 8}
+        _merge_partials_kernel,
+        {**merge, **overlaps, "IS_PACKED": False, "LETS_IN": True},
+        {},
+        {"num_warps": 8},
     )
     if tiles is HOPPER:  # other cards with fp8 numbers take the same code
         yield from _rounded_jobs(tiles, overlaps)
     yield Job(_sinks_kernel, {**HEAD, **overlaps, "HEADS": 64, "TILE_ROWS": 16})
     for is_ordered in (False, True):
-        merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
+        merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False,
+                 "LETS_IN": False}  # fmt: skip
         yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
     no_norms = _nothing("q_gain_ptr", "k_gain_ptr")
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})

@@ -509,7 +509,8 @@ class SpanAttention:
             self._plan, self._partial, self._partial_lse, out.stride(0), out.stride(1),
             HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,
             IS_ORDERED=self.shape.fixed_stretch is not None,
-            HAS_LSE=lse is not None, IS_PACKED=self._is_packed, OVERLAPS=self._overlaps,
+            HAS_LSE=lse is not None, IS_PACKED=self._is_packed,
+            LETS_IN=self._before_own_page, OVERLAPS=self._overlaps,
             num_warps=4 if self._dim <= 128 else 8, **options,
         )  # fmt: skip
 

@@ -1,5 +1,4 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
-# ruff: noqa: PLR0917
 """Attention on Hopper: tiles of pages in fp8 (e4m3) as operands of 16-bit matrix instructions.
 
 A tile of codes lies in shared memory, [section, key, dim]. Each thread loads 16 bytes at once and
@@ -38,9 +37,7 @@ ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 @gluon.constexpr_function
 def codes_of(columns: int, rank: int = 3) -> gl.NVMMASharedLayout:
     """Return the layout of rows of codes in shared memory."""
-    return gl.NVMMASharedLayout(
-        swizzle_byte_width=min(columns, 128), element_bitwidth=8, rank=rank
-    )
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(columns, 128), element_bitwidth=8, rank=rank)
 
 
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
@@ -112,7 +109,9 @@ def natural_rows(dims: int) -> gl.DistributedLinearLayout:
     """[64 rows, dim]: how threads have sums over V, with dims in order."""
     run = min(dims, 128) // 8
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, i] for i in _bits(1, 2 * run)] + [[8, 0]] + [[0, i] for i in _bits(128, dims)],
+        reg_bases=[[0, i] for i in _bits(1, 2 * run)]
+        + [[8, 0]]
+        + [[0, i] for i in _bits(128, dims)],
         lane_bases=[[0, 2 * run], [0, 4 * run], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],

@@ -252,8 +252,8 @@ def _attend(
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the tiles of a unit. Returns acc, acc of the tail, weights, top,
-    total and factor of 64 rows. acc must still be multiplied by the factor. The caller must wait for the last products, which
-    still read the weights.
+    total and factor of 64 rows. acc must still be multiplied by the factor. The caller must wait
+    for the last products, which still read the weights.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN

@@ -157,7 +157,7 @@ def _clear(tiles, tails, stage, num_keys, FOLD: gl.constexpr, HAS_TAIL: gl.const
 
 
 @gluon.jit
-def _consume(
+def _consume(  # noqa: PLR0912  # most branches are decided when compiled
     q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, k_scales, v_scales, sums, tail_sums,
     full, empty, notes, noted, plan_ptr,
     unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,

@@ -102,9 +102,7 @@ def bring_codes(
 
 
 @gluon.jit
-def _unit_and_ratios(
-    scales, stage, num_seen, rows, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr
-):
+def _unit_and_ratios(scales, stage, num_seen, rows, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr):
     """Return a tile's unit, and scale / unit of each row. Only the first `num_seen` keys count."""
     PAGES: gl.constexpr = TILE_K // PAGE_SIZE
     CELLS: gl.constexpr = scales.shape[0] * SCALE_LANES

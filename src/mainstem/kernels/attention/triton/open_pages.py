@@ -16,7 +16,7 @@ from torch import Tensor
 from mainstem.kernels.attention.triton.rows import LOG2_E
 from mainstem.kernels.attention.triton.span import _capped
 from mainstem.kernels.host import next_power_of_2
-from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+from mainstem.kernels.overlap import let_in, overlap_options, wait_alone
 
 LEAST_ROWS = 16  # of a matrix product
 
@@ -29,12 +29,18 @@ def _open_pages_kernel(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and KV head. `scale` includes log2(e); a WINDOW of 0 means none."""
+    """One program per token and KV head. `scale` includes log2(e); a WINDOW of 0 means none.
+
+    Attention over rounded pages may still run: it began after queries and open pages were written.
+    So only its results must be waited for.
+    """
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    wait_for_ahead(OVERLAPS)
+    let_in(OVERLAPS)
     slot = tl.load(slots_ptr + token)
-    if slot >= 0:
+    if slot < 0:
+        wait_alone(OVERLAPS)
+    else:
         position = tl.load(positions_ptr + token)
         own = slot % PAGE_SIZE
         rows, keys, dims = tl.arange(0, ROWS), tl.arange(0, PAGE_SIZE), tl.arange(0, DIM)
@@ -62,6 +68,7 @@ def _open_pages_kernel(
         if WINDOW > 0:
             first_seen = tl.maximum(position - (WINDOW - 1), 0)
         top = tl.max(scores, 1)
+        wait_alone(OVERLAPS)
         out_offset = token * stride_out_token + head * stride_out_head
         out_ptrs = out_ptr + out_offset[:, None] + dims[None, :]
         has_before = is_row & (rows * 0 + page_start > first_seen)
