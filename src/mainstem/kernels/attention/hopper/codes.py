@@ -24,10 +24,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mainstem.kernels.hopper import reshaped
+from mainstem.kernels.hopper import load_box, reshaped
 
 PANEL = gl.constexpr(128)  # dims of a row of codes that lie together in shared memory
-SCALE_LANES = gl.constexpr(32)  # scales that are copied at once, for at most that many heads
+SCALE_LANES = gl.constexpr(32)  # scales that are copied at once
+SCALE_STEP = gl.constexpr(4)  # copies begin at multiples of this: of 16 bytes
 QUERY_FACTOR = gl.constexpr(16.0)
 LEAST_SCALE = gl.constexpr(1e-18)  # pages of V below are read as zeros
 MOST_SCALE = gl.constexpr(1e18)
@@ -216,17 +217,26 @@ def natural(acc):
 
 
 @gluon.jit
+def bring_scales(desc, page, kv_head, scales, at, arrived):
+    """Copy the scales of a page, from one of the SCALE_STEP heads before on: that of `kv_head` is
+    at kv_head % SCALE_STEP."""
+    load_box(desc, [page, kv_head // SCALE_STEP * SCALE_STEP], arrived, scales.index(at))
+
+
+@gluon.jit
 def section_scales(
-    scales, stage, SPLITS: gl.constexpr, PAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    scales, stage, kv_head, SPLITS: gl.constexpr, PAGES: gl.constexpr, LAYOUT: gl.constexpr,
     SECTIONS: gl.constexpr,
 ):  # fmt: skip
     """The scale of each section's keys, which are of one page and head. `scales` is [stages x
-    pages, SCALE_LANES]; a section is a head, or one of SPLITS parts of its keys."""
+    pages, SCALE_LANES]; a section is a head, the first is `kv_head`, or one of SPLITS parts of its
+    keys."""
+    first = kv_head % SCALE_STEP
     COUNT: gl.constexpr = scales.shape[0] * SCALE_LANES
     if SPLITS == 1:
         RUNS: gl.constexpr = COUNT // SECTIONS
         runs = reshaped(scales, [RUNS, SECTIONS], ROW)
-        return runs.index(stage * (SCALE_LANES // SECTIONS)).load(LAYOUT)
+        return runs.index(stage * (SCALE_LANES // SECTIONS) + first // SECTIONS).load(LAYOUT)
     else:
         SAME: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         cells = reshaped(scales, [COUNT, 1], ROW)
@@ -234,7 +244,7 @@ def section_scales(
         found = gl.zeros([SECTIONS], gl.float32, LAYOUT)
         for section in gl.static_range(SECTIONS):
             page = stage * PAGES + section % SPLITS * PAGES // SPLITS
-            cell = cells.index(page * SCALE_LANES + section // SPLITS)
+            cell = cells.index(page * SCALE_LANES + first + section // SPLITS)
             found = gl.where(sections == section, gl.max(cell.load(SAME), 0), found)
         return found
 

@@ -274,7 +274,9 @@ def _consume(  # noqa: PLR0912  # most branches are decided when compiled
             scores = gl.zeros([SECTIONS, ROWS, SECTION_KEYS], gl.float32, LAYOUT)
             if ROUNDED:
                 scores = mma_v2(q, key_operand(k_folded.index(stage), SECOND), scores)
-                k_scale = section_scales(k_scales, stage, SPLITS, PAGES, OF_SECTIONS, SECTIONS)
+                k_scale = section_scales(
+                    k_scales, stage, kv_head, SPLITS, PAGES, OF_SECTIONS, SECTIONS
+                )
                 scores = scores * (k_scale * FACTOR)[:, None, None]
             else:
                 scores = _add_scores(scores, q, k_folded.index(stage), SECOND)
@@ -293,7 +295,9 @@ def _consume(  # noqa: PLR0912  # most branches are decided when compiled
             weights = gl.convert_layout(p.to(OPERAND), FIRST)
             if ROUNDED:
                 v = value_operand(v_folded.index(stage), SECOND)
-                v_scale = section_scales(v_scales, stage, SPLITS, PAGES, OF_SECTIONS, SECTIONS)
+                v_scale = section_scales(
+                    v_scales, stage, kv_head, SPLITS, PAGES, OF_SECTIONS, SECTIONS
+                )
                 new_unit = unit_of(v_scale, unit)
                 shrink = shrink * (unit / new_unit)[:, None]
                 unit = new_unit

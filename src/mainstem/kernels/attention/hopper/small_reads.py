@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mainstem.kernels.attention.hopper.codes import PANEL as CODES_PANEL
-from mainstem.kernels.attention.hopper.codes import SCALE_LANES, codes_of
+from mainstem.kernels.attention.hopper.codes import SCALE_LANES, bring_scales, codes_of
 from mainstem.kernels.attention.hopper.rows import PANEL, num_tiles_of
 from mainstem.kernels.attention.triton.layout import (
     HEADER_PAGE_IDS,
@@ -85,7 +85,7 @@ def _bring_codes(
             box = boxes.index(((stage * ACROSS + panel) * HEADS + head) * PAGES + j)
             row = first_row + head * PAGE_SIZE
             load_box(desc, [page, row, panel * CODES_PANEL], arrived, box)
-    load_box(scales_desc, [page, kv_head], arrived, scales.index(stage * PAGES + j))
+    bring_scales(scales_desc, page, kv_head, scales, stage * PAGES + j, arrived)
 
 
 @gluon.jit

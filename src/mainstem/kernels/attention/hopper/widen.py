@@ -23,6 +23,8 @@ from mainstem.kernels.attention.hopper.codes import (
     PANEL,
     ROW,
     SCALE_LANES,
+    SCALE_STEP,
+    bring_scales,
     codes_of,
 )
 from mainstem.kernels.attention.triton.layout import (
@@ -58,7 +60,7 @@ def _bring(
     for i in gl.static_range(PAGES):
         page = gl.load(pages_ptr + gl.minimum(first_page + i, last_page))
         load_box(desc, [page, kv_head * PAGE_SIZE, 0], arrived, boxes.index(stage * PAGES + i))
-        load_box(scales_desc, [page, kv_head], arrived, scales.index(stage * PAGES + i))
+        bring_scales(scales_desc, page, kv_head, scales, stage * PAGES + i, arrived)
 
 
 @gluon.jit
@@ -102,7 +104,9 @@ def bring_codes(
 
 
 @gluon.jit
-def _unit_and_ratios(scales, stage, num_seen, rows, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr):
+def _unit_and_ratios(
+    scales, stage, kv_head, num_seen, rows, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr
+):
     """Return a tile's unit, and scale / unit of each row. Only the first `num_seen` keys count."""
     PAGES: gl.constexpr = TILE_K // PAGE_SIZE
     CELLS: gl.constexpr = scales.shape[0] * SCALE_LANES
@@ -110,7 +114,8 @@ def _unit_and_ratios(scales, stage, num_seen, rows, PAGE_SIZE: gl.constexpr, TIL
     unit = 0.0
     ratios = rows.to(gl.float32) * 0.0
     for i in gl.static_range(PAGES):
-        scale = gl.max(cells.index((stage * PAGES + i) * SCALE_LANES).load(SAME), 0)
+        cell = cells.index((stage * PAGES + i) * SCALE_LANES + kv_head % SCALE_STEP)
+        scale = gl.max(cell.load(SAME), 0)
         is_right = (i * PAGE_SIZE < num_seen) & (scale > LEAST_SCALE) & (scale < MOST_SCALE)
         scale = gl.where(is_right, scale, 0.0)
         unit = gl.maximum(unit, scale)
@@ -151,7 +156,9 @@ def widen_tiles(
     one = gl.full([1], 1.0, gl.float32, SAME)
     tile = 0
     for index in range(begin, end):
-        piece_ptr = pieces_ptr + (gl.load(order_ptr + index) // KV_HEADS) * PIECE_INTS
+        unit = gl.load(order_ptr + index)
+        kv_head = unit % KV_HEADS
+        piece_ptr = pieces_ptr + (unit // KV_HEADS) * PIECE_INTS
         key_begin = gl.load(piece_ptr + PIECE_KEY_BEGIN)
         key_end = gl.load(piece_ptr + PIECE_KEY_END)
         seen_end = key_end
@@ -165,8 +172,12 @@ def widen_tiles(
             stage = tile % STAGES
             was_read = (tile // STAGES + 1) & 1
             mbarrier.wait(codes_full.index(taken), (tile // CODES_STAGES) & 1)
-            k_unit, k_ratios = _unit_and_ratios(k_scales, taken, num_seen, rows, PAGE_SIZE, TILE_K)
-            v_unit, v_ratios = _unit_and_ratios(v_scales, taken, num_seen, rows, PAGE_SIZE, TILE_K)
+            k_unit, k_ratios = _unit_and_ratios(
+                k_scales, taken, kv_head, num_seen, rows, PAGE_SIZE, TILE_K
+            )
+            v_unit, v_ratios = _unit_and_ratios(
+                v_scales, taken, kv_head, num_seen, rows, PAGE_SIZE, TILE_K
+            )
             mbarrier.wait(k_empty.index(stage), was_read)
             cells.index(2 * stage).store(one * k_unit)
             cells.index(2 * stage + 1).store(one * v_unit)
