@@ -372,8 +372,10 @@ def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]
         most_shared=SHARED_BYTES[tiles is HOPPER],
     )
     heads = {"KV_HEADS": 8, "PAGE_SIZE": 16, **HEAD, **overlaps}
-    opened = {"GROUP": 4, "ROWS": 16, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
-    yield Job(_open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"})
+    opened = {"GROUP": 4, "LANES": 4, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
+    for count, rows in ((1, 16), (16, 64)):
+        opened |= {"TOKENS": count, "ROWS": rows}
+        yield Job(_open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"})
     yield Job(_round_pages_kernel, heads, {"targets_ptr": "*i64", **codes})
     sizes = {"KV_HEADS": 8, "COUNT": 16 * 128, "LARGEST": 3e38, "BLOCK": 2048}
     yield Job(_expand_pages_kernel, sizes, {"pages_ptr": "*i32", **codes})
