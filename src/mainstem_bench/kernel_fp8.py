@@ -157,9 +157,10 @@ class RoundedCase:
         heads = (case.heads, case.kv_heads, case.head_dim, size)
         self._attention = make_rounded(heads, limits)
         self._positions = torch.from_numpy(case.positions().astype(np.int64)).cuda()
-        # each token has a page of its own
-        places = torch.arange(case.num_tokens, device="cuda") % len(self.pages[0])
-        self._slots = places * size + self._positions % size
+        # tokens share a page if their positions follow each other in it
+        is_new = torch.ones_like(self._positions)
+        is_new[1:] = (self._positions[1:] % size == 0) | (self._positions.diff() != 1)
+        self._slots = is_new.cumsum(0) % len(self.pages[0]) * size + self._positions % size
 
     def attend(self, expand_rows: float) -> Callable[[], object]:
         """Plan the step; returns a call that runs it."""
@@ -189,12 +190,15 @@ def decode_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     """A step of decodes as a JSON line, in us: 16 bits, fp8, and the floors of both."""
     bits16_us, step = bench.measure(case).us, RoundedCase(bench, case)
     run = step.attend(NEVER)
-    error, us = step.measure(run)
+    error, _ = step.measure(run)
 
     def layer() -> None:
         run()
         step.add_own_pages()
 
+    # twice, in turns: the first replays after a pause are slower
+    turns = [[_graph_us(bench, call) for call in (run, layer)] for _ in range(2)]
+    us, with_own_page_us = map(min, zip(*turns, strict=True))
     shape = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
     return {
         "case": case.name,
@@ -203,7 +207,7 @@ def decode_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
         "floor_us": round(1e6 * span_floor_s(H200, step.spans, **shape, kv_bytes=1), 1),
         "us": us,
         "times_faster": round(bits16_us / us, 2),
-        "with_own_page_us": _graph_us(bench, layer),
+        "with_own_page_us": with_own_page_us,
         "error": error,
         "is_right": error < TOLERANCE,
     }

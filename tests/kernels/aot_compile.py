@@ -373,9 +373,11 @@ def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]
     )
     heads = {"KV_HEADS": 8, "PAGE_SIZE": 16, **HEAD, **overlaps}
     opened = {"GROUP": 4, "LANES": 4, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
-    for count, rows in ((1, 16), (16, 64)):
-        opened |= {"TOKENS": count, "ROWS": rows}
-        yield Job(_open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"})
+    for count in (1, 4):
+        opened |= {"TOKENS": count, "ROWS": 16}
+        yield Job(
+            _open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"}, {"num_warps": 1}
+        )
     yield Job(_round_pages_kernel, heads, {"targets_ptr": "*i64", **codes})
     sizes = {"KV_HEADS": 8, "COUNT": 16 * 128, "LARGEST": 3e38, "BLOCK": 2048}
     yield Job(_expand_pages_kernel, sizes, {"pages_ptr": "*i32", **codes})

@@ -83,8 +83,8 @@ NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 CODES_STAGES = gl.constexpr(5)  # tiles in fp8; `num_stages` is that of tiles in 16 bits
-CONSUMER_REGISTERS_ROUNDED = gl.constexpr(200)
-WIDENER_REGISTERS = gl.constexpr(88)
+CONSUMER_REGISTERS_ROUNDED = gl.constexpr(192)
+WIDENER_REGISTERS = gl.constexpr(104)
 MOST_DIMS_IN_REGISTERS = gl.constexpr(128)  # largest head_dim whose queries are in registers
 
 

@@ -38,7 +38,7 @@ from mainstem.kernels.attention.triton.layout import (
     PIECE_PAGES_AT,
     PIECE_ROW_END,
 )
-from mainstem.kernels.hopper import barrier, load_box, release, reshaped
+from mainstem.kernels.hopper import barrier, load_box, reshaped
 
 SAME = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # all threads have the same number
 
@@ -125,9 +125,8 @@ def _unit_and_ratios(
 
 
 @gluon.jit
-def _widen(codes, tiles, ratios, LAYOUT: gl.constexpr):
-    """Write a tile in fp8 as one in fp16."""
-    packed = codes.load(LAYOUT).to(gl.int8, bitcast=True)
+def _widened(codes, ratios):
+    """Codes as fp16 numbers, multiplied by the ratio of their row."""
     numbers = gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -135,9 +134,9 @@ def _widen(codes, tiles, ratios, LAYOUT: gl.constexpr):
         cvt.rn.f16x2.e4m3x2 $0, low;
         cvt.rn.f16x2.e4m3x2 $1, high;
         }""",
-        "=r,=r,r", [packed], dtype=gl.float16, is_pure=True, pack=4,
+        "=r,=r,r", [codes.to(gl.int8, bitcast=True)], dtype=gl.float16, is_pure=True, pack=4,
     )  # fmt: skip
-    tiles.store(numbers * ratios.to(gl.float16)[:, None])
+    return numbers * ratios.to(gl.float16)[:, None]
 
 
 @gluon.jit
@@ -172,6 +171,8 @@ def widen_tiles(
             stage = tile % STAGES
             was_read = (tile // STAGES + 1) & 1
             mbarrier.wait(codes_full.index(taken), (tile // CODES_STAGES) & 1)
+            k = k_codes.index(taken).load(LAYOUT)
+            v = v_codes.index(taken).load(LAYOUT)
             k_unit, k_ratios = _unit_and_ratios(
                 k_scales, taken, kv_head, num_seen, rows, PAGE_SIZE, TILE_K
             )
@@ -179,15 +180,14 @@ def widen_tiles(
                 v_scales, taken, kv_head, num_seen, rows, PAGE_SIZE, TILE_K
             )
             mbarrier.wait(k_empty.index(stage), was_read)
+            mbarrier.wait(v_empty.index(stage), was_read)
+            k_tiles.index(stage).store(_widened(k, k_ratios))
+            v_tiles.index(stage).store(_widened(v, v_ratios))
             cells.index(2 * stage).store(one * k_unit)
             cells.index(2 * stage + 1).store(one * v_unit)
-            _widen(k_codes.index(taken), k_tiles.index(stage), k_ratios, LAYOUT)
             fence_async_shared()
-            release(k_full, stage)
-            mbarrier.wait(v_empty.index(stage), was_read)
-            _widen(v_codes.index(taken), v_tiles.index(stage), v_ratios, LAYOUT)
-            fence_async_shared()
-            barrier()
+            barrier()  # one for both, since waiting takes longer than converting
+            mbarrier.arrive(k_full.index(stage), count=1)
             mbarrier.arrive(v_full.index(stage), count=1)
             mbarrier.arrive(codes_empty.index(taken), count=1)
             tile += 1

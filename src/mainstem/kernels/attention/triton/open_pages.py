@@ -19,9 +19,9 @@ from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import let_in, overlap_options, wait_alone
 
 LEAST_ROWS = 16  # of a matrix product
-MOST_ROWS = 64
-MOST_TOKENS = 16  # of a program
-# From this many tokens on, most are of prompts: neighbours share a page, and a program has several.
+DIMS_OF_WARP = 128
+# From this many tokens on, most are of prompts: neighbours share a page. Then they also share a
+# program, in rows that one token leaves free.
 MANY_TOKENS = 512
 
 
@@ -134,14 +134,14 @@ def attend_open_pages(
         return
     group = heads // kv_heads
     lanes = next_power_of_2(group)
-    many = max(min(MOST_TOKENS, MOST_ROWS // lanes), 1)
-    taken = many if tokens >= MANY_TOKENS else 1
+    taken = max(LEAST_ROWS // lanes, 1) if tokens >= MANY_TOKENS else 1
+    padded = next_power_of_2(dim)
     _open_pages_kernel[(-(-tokens // taken), kv_heads)](
         q, k_pages, v_pages, out, lse, sinks, positions, slots, tokens,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), scale * math.log2(math.e),
         KV_HEADS=kv_heads, GROUP=group, LANES=lanes, TOKENS=taken,
         ROWS=max(LEAST_ROWS, taken * lanes),
-        HEAD_DIM=dim, DIM=next_power_of_2(dim), PAGE_SIZE=page_size,
+        HEAD_DIM=dim, DIM=padded, PAGE_SIZE=page_size,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, UPCAST=q.device.type == "cpu",
-        num_warps=4, **overlap_options(q.device),
+        num_warps=max(padded // DIMS_OF_WARP, 1), **overlap_options(q.device),
     )  # fmt: skip
