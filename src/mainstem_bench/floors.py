@@ -6,15 +6,17 @@ from mainstem.core.step import Spans
 from mainstem.plan.cost import Card, Heads
 
 
-def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_dim: int) -> float:
+def span_floor_s(
+    card: Card, spans: Spans, *, heads: int, kv_heads: int, head_dim: int, kv_bytes: int = 2
+) -> float:
     """Return the least time of a step's attention: the time to move K, V, queries and outputs once,
-    or the time of the arithmetic if that is longer.
+    or the time of the arithmetic if that is longer. `kv_bytes` are those of a number of K or V.
     """
-    model = Heads(heads, kv_heads, head_dim)
+    model, stored = Heads(heads, kv_heads, head_dim), Heads(heads, kv_heads, head_dim, kv_bytes)
     keys = spans.key_tokens.astype(np.int64)
     num_tokens = len(np.unique(spans.query_rows))
     query_bytes = 2 * num_tokens * heads * head_dim * model.element_bytes  # queries and outputs
-    moved_s = (int(keys.sum()) * model.key_bytes + query_bytes) / card.bytes_per_s
+    moved_s = (int(keys.sum()) * stored.key_bytes + query_bytes) / card.bytes_per_s
     compute_s = span_flops(spans, heads=heads, head_dim=head_dim) / card.flops_per_s
     return max(moved_s, compute_s)
 

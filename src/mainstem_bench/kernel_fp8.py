@@ -1,11 +1,13 @@
-"""`mainstem bench kernel-fp8`: steps with prompts over pages in fp8, read in two ways, beside the
-same steps over 16-bit pages.
+"""`mainstem bench kernel-fp8`: attention over pages in fp8 beside the same steps over 16-bit pages:
+the decode cases of `kernel.py`, random ones, and steps with prompts.
 
 Times are measured as in `kernel.py`. With fp8 pages they leave out each token's own page, which
-another kernel reads in 16 bits (`own_page_us`).
+another kernel reads in 16 bits (`own_page_us`; `with_own_page_us` is the time of both). Decodes
+read the pages directly, as in the engine's graphs; prompts are read in both ways.
 """
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,10 +29,23 @@ from mainstem.kernels.attention.triton.open_pages import attend_open_pages
 from mainstem.kernels.memory.expand import expand_rounded_pages
 from mainstem.kernels.memory.record_size import SCALE_BYTES
 from mainstem.kernels.memory.records import MOST
+from mainstem.plan.cost import H200
 from mainstem.runner.gpu_rounded import before_own_pages
-from mainstem_bench.kernel import DTYPE, TOLERANCE, Bench, error_of, fingerprint, require_card
-from mainstem_bench.workloads import AttentionCase, Run, mixed_cases, prefill_cases
+from mainstem_bench.cuts import random_step
+from mainstem_bench.floors import span_floor_s
+from mainstem_bench.kernel import (
+    DTYPE,
+    TOLERANCE,
+    Bench,
+    error_of,
+    fingerprint,
+    floor_us,
+    require_card,
+)
+from mainstem_bench.workloads import AttentionCase, Run, kernel_cases, mixed_cases, prefill_cases
 
+NUM_RANDOM = 12
+MOST_KEYS = 24_000_000  # keys x KV heads of a random step: 12 GB in 16 bits
 Pair = tuple[Tensor, Tensor]
 
 
@@ -85,6 +100,18 @@ def rounded_cases() -> tuple[AttentionCase, ...]:
     )
 
 
+def decode_cases(seed: int) -> list[AttentionCase]:
+    """The decode cases of `kernel.py`, and random steps of decodes alone."""
+    rng, cases = random.Random(seed), kernel_cases()
+    end = len(cases) + NUM_RANDOM
+    while len(cases) < end:
+        case = random_step(rng)
+        keys = sum(run.key_tokens for run in case.runs) * case.kv_heads
+        if keys <= MOST_KEYS and not any(run.is_causal and len(run.rows) > 1 for run in case.runs):
+            cases.append(replace(case, name=f"random {len(cases)}: {case.name}"))
+    return cases
+
+
 def make_rounded(
     shape: tuple[int, int, int, int],
     limits: AttentionLimits,
@@ -114,48 +141,100 @@ def make_rounded(
     return ExpandingAttention(make(is_rounded=True), make(before_own_page=True), memory)
 
 
-def rounded_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
-    """One case as a JSON line, in us: 16 bits, fp8 pages expanded and direct."""
-    spans = before_own_pages(case.spans(), case.positions(), case.page_size)
-    k_pages, v_pages = bench.pages_of(case, int(case.spans().page_ids.max()) + 1)
-    kv = round_kv(k_pages, v_pages)
-    q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device="cuda")
-    limits = AttentionLimits(case.num_tokens, len(spans.page_ids))
-    shape = (case.heads, case.kv_heads, case.head_dim, case.page_size)
-    attention = make_rounded(shape, limits)
-    pages, _ = numbered(spans.page_ids)
-    num_keys = len(pages) * case.page_size
+class RoundedCase:
+    """A case with its K and V in both forms, and what a layer needs."""
+
+    def __init__(self, bench: Bench, case: AttentionCase) -> None:
+        self.case, self._bench = case, bench
+        size, all_spans = case.page_size, case.spans()
+        self.spans = before_own_pages(all_spans, case.positions(), size)
+        self.pages = bench.pages_of(case, int(all_spans.page_ids.max()) + 1)
+        self.kv = round_kv(*self.pages)
+        shape = (case.num_tokens, case.heads, case.head_dim)
+        self.q = torch.randn(shape, dtype=DTYPE, device="cuda")
+        self.out, self.lse = torch.zeros_like(self.q), torch.zeros(shape[:2], device="cuda")
+        limits = AttentionLimits(case.num_tokens, len(self.spans.page_ids))
+        heads = (case.heads, case.kv_heads, case.head_dim, size)
+        self._attention = make_rounded(heads, limits)
+        self._positions = torch.from_numpy(case.positions().astype(np.int64)).cuda()
+        # tokens share a page if their positions follow each other in it
+        is_new = torch.ones_like(self._positions)
+        is_new[1:] = (self._positions[1:] % size == 0) | (self._positions.diff() != 1)
+        self._slots = is_new.cumsum(0) % len(self.pages[0]) * size + self._positions % size
+
+    def attend(self, expand_rows: float) -> Callable[[], object]:
+        """Plan the step; returns a call that runs it."""
+        launches = self._attention.plan(self.spans, expand_rows)
+        assert self._attention.is_expanding == (expand_rows != NEVER)
+        return partial(
+            self._attention.run, self.q, *self.kv.numbers, self.out, self.lse,
+            scales=self.kv.scales, launches=launches,
+        )  # fmt: skip
+
+    def add_own_pages(self) -> None:
+        """Run the kernel that adds each token's own page."""
+        attend_open_pages(
+            self.q, *self.pages, self.out, self.lse, self._positions, self._slots,
+            scale=self.case.head_dim**-0.5,
+        )  # fmt: skip
+
+    def measure(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Error and time in us of a call of `attend`."""
+        self.out.zero_()
+        run()
+        error = error_of(self.out, self.q, *self.kv.expanded, self.spans, self.case.page_size)
+        return float(f"{error:.2g}"), _graph_us(self._bench, run)
+
+
+def decode_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    """A step of decodes as a JSON line, in us: 16 bits, fp8, and the floors of both."""
+    bits16_us, step = bench.measure(case).us, RoundedCase(bench, case)
+    run = step.attend(NEVER)
+    error, _ = step.measure(run)
+
+    def layer() -> None:
+        run()
+        step.add_own_pages()
+
+    # twice, in turns: the first replays after a pause are slower
+    turns = [[_graph_us(bench, call) for call in (run, layer)] for _ in range(2)]
+    us, with_own_page_us = map(min, zip(*turns, strict=True))
+    shape = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
+    return {
+        "case": case.name,
+        "bits16_floor_us": round(floor_us(case), 1),
+        "bits16_us": round(bits16_us, 1),
+        "floor_us": round(1e6 * span_floor_s(H200, step.spans, **shape, kv_bytes=1), 1),
+        "us": us,
+        "times_faster": round(bits16_us / us, 2),
+        "with_own_page_us": with_own_page_us,
+        "error": error,
+        "is_right": error < TOLERANCE,
+    }
+
+
+def prompt_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
+    """A step with prompts as a JSON line, in us: 16 bits, fp8 pages expanded and direct."""
+    step = RoundedCase(bench, case)
+    pages, _ = numbered(step.spans.page_ids)
+    rows = rows_x_keys(step.spans, case.heads // case.kv_heads)
     line: dict[str, object] = {
         "case": case.name,
-        "rows_per_key": round(rows_x_keys(spans, case.heads // case.kv_heads) / num_keys, 1),
+        "rows_per_key": round(rows / (len(pages) * case.page_size), 1),
         "bits16_us": round(bench.measure(case).us, 1),
     }
-    errors = []
+    is_right = True
     for name, expand_rows in (("expanded", 0.0), ("direct", NEVER)):
-        launches = attention.plan(spans, expand_rows)
-        assert attention.is_expanding == (name == "expanded")
-        run = partial(attention.run, q, *kv.numbers, out, lse, scales=kv.scales, launches=launches)
-        out.zero_()
-        run()
-        errors.append(error_of(out, q, *kv.expanded, spans, case.page_size))
-        line[f"{name}_us"] = _graph_us(bench, run)
-        line[f"{name}_error"] = float(f"{errors[-1]:.2g}")
+        error, line[f"{name}_us"] = step.measure(step.attend(expand_rows))
+        line[f"{name}_error"] = error
+        is_right &= error < TOLERANCE
     ids = torch.from_numpy(pages).cuda()
-    room = torch.empty((2, len(pages), *k_pages.shape[1:]), dtype=DTYPE, device="cuda")
+    room = torch.empty((2, len(pages), *step.pages[0].shape[1:]), dtype=DTYPE, device="cuda")
     line["expand_us"] = _graph_us(
-        bench, lambda: expand_rounded_pages(kv.numbers, kv.scales, ids, len(ids), room)
+        bench, lambda: expand_rounded_pages(step.kv.numbers, step.kv.scales, ids, len(ids), room)
     )
-    positions = torch.from_numpy(case.positions().astype(np.int64)).cuda()
-    own_pages = (k_pages[:1], v_pages[:1])
-    line["own_page_us"] = _graph_us(
-        bench,
-        lambda: attend_open_pages(
-            q, *own_pages, out, lse, positions, positions % case.page_size,
-            scale=case.head_dim**-0.5,
-        ),
-    )  # fmt: skip
-    return line | {"is_right": all(error < TOLERANCE for error in errors)}
+    line["own_page_us"] = _graph_us(bench, step.add_own_pages)
+    return line | {"is_right": is_right}
 
 
 def _graph_us(bench: Bench, call: Callable[[], object]) -> float:
@@ -172,12 +251,19 @@ def main(args: list[str]) -> int:
     parser = Parser(prog="mainstem bench kernel-fp8")
     parser.add_argument("--case", default="", help="only the cases whose name contains this")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
+    parser.add_argument("--seed", type=int, default=8, help="of the random decodes")
     chosen = parser.parse_args(args)
     require_card()
     bench, status = Bench(), 0
-    for case in rounded_cases():
-        if chosen.case in case.name:
-            line = rounded_line(bench, replace(case, page_size=chosen.page_size))
-            status |= not line["is_right"]
-            print(json.dumps({**line, **fingerprint()}), flush=True)
+    for lines, cases in (
+        (decode_line, decode_cases(chosen.seed)),
+        (prompt_line, rounded_cases()),
+    ):
+        for case in cases:
+            if chosen.case in case.name:
+                line = lines(bench, replace(case, page_size=chosen.page_size))
+                status |= not line["is_right"]
+                print(json.dumps({"bench": "kernel-fp8", **line, **fingerprint()}), flush=True)
+                bench.free_pages()
+                torch.cuda.empty_cache()
     return status

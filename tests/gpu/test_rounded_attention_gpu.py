@@ -18,7 +18,9 @@ from mainstem.kernels import AttentionLimits
 from mainstem.kernels.attention import reference
 from mainstem.kernels.attention.expanded import NEVER, ExpandingAttention
 from mainstem.kernels.attention.plan import Launches
+from mainstem.kernels.attention.shape import tiles_for_rounded
 from mainstem.kernels.attention.triton.open_pages import attend_open_pages
+from mainstem.kernels.attention.tuning import SPLIT_TILES
 from mainstem.kernels.attention.window import clip_spans
 from mainstem.kernels.memory.expand import expand_rounded_pages
 from mainstem.runner import gpu
@@ -33,8 +35,8 @@ from tests.runner.test_rounded_pages import ask, rounded
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+NUM_PAGES = 1000
 WAYS = {"direct": NEVER, "expanded": 0.0}
-NUM_PAGES = 700
 UNWRITTEN = 1e3  # scale of pages that are not full; nothing may show it
 
 
@@ -58,6 +60,8 @@ CASES = {
     "as many KV heads": Case(16, 16),
     "one KV head": Case(16, 1),
     "odd groups": Case(28, 4),
+    "two KV heads": Case(16, 2),
+    "large groups, pages of 32": Case(64, 2, page_size=32),
     "heads of 64": Case(32, 8, 64),
     "heads of 64, pages of 32": Case(9, 3, 64, 32),
     "heads of 80": Case(13, 1, 80, 32),
@@ -78,7 +82,7 @@ CASES = {
 
 def works_of(size: int) -> list[Work]:
     """Prompts and decodes that begin and end at, before and after the ends of pages; some share
-    eight pages."""
+    eight pages, with enough rows for large units."""
     shapes = [  # tokens before, tokens of the step
         (0, 1), (0, size - 1), (0, size), (0, size + 1), (size - 1, 1), (size - 1, 2), (size, 1),
         (size, size), (3 * size, 5 * size + 3), (2 * size + 5, 300), (0, 520), (1000, 1),
@@ -95,6 +99,7 @@ def works_of(size: int) -> list[Work]:
         (8 * size + 3, 40),
         (9 * size, 2 * size),
         (8 * size, 200),
+        *((8 * size + i * size // 2, 1) for i in range(40)),
     ):
         own = [next(pages) for _ in range(-(-(before + tokens) // size) - 8)]
         seq = Seq(len(works), [0] * 2000, [*shared, *own], before, num_shared_pages=8)
@@ -135,6 +140,10 @@ class Setup:
         )  # fmt: skip
         if torch.cuda.get_device_capability()[0] == 9:
             assert attention._expanded._hopper is not None
+            usual = SPLIT_TILES[case.dim]
+            group = case.heads // case.kv_heads
+            tiles = tiles_for_rounded(usual, group, case.kv_heads, case.dim, case.page_size)
+            assert (attention._direct._hopper is not None) == tiles.is_split
         return attention
 
     def run(self, attention: ExpandingAttention, way: str) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
+from mainstem.kernels.attention.hopper.codes import SCALE_LANES, SCALES, codes_of
 from mainstem.kernels.attention.hopper.rows import tail_of
 from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.shape import Shape
@@ -47,6 +48,7 @@ from mainstem.kernels.attention.tuning import (
     HOPPER_WIDE_HEADS,
     SPLIT_TILES,
     Tiles,
+    for_rounded_pages,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
 from mainstem.kernels.dense.fp8_few import TILES as FEW_TILES
@@ -195,6 +197,7 @@ class HopperShape:
     has_window: bool = False
     softcap: float = 0.0
     before_own_page: bool = False
+    is_rounded: bool = False  # pages in fp8
 
 
 HOPPER_SHAPES = (
@@ -205,6 +208,8 @@ HOPPER_SHAPES = (
     HopperShape(256, 16, 2, has_window=True, softcap=50.0),
     HopperShape(before_own_page=True),
     HopperShape(256, 16, 2, has_window=True, softcap=50.0, before_own_page=True),
+    HopperShape(before_own_page=True, is_rounded=True),
+    HopperShape(64, 32, 8, 2, has_window=True, before_own_page=True, is_rounded=True),
 )
 MORE_SHAPES = (
     HopperShape(128, 64, has_window=True),
@@ -217,20 +222,28 @@ MORE_SHAPES = (
     HopperShape(64, 16, 8, has_window=True, before_own_page=True),
     HopperShape(80, 32, 13, 1, has_window=True, before_own_page=True),
     HopperShape(96, 64, before_own_page=True),
+    HopperShape(128, 64, 8, 1, softcap=50.0, before_own_page=True, is_rounded=True),
+    HopperShape(64, 16, 16, 1, before_own_page=True, is_rounded=True),
 )
 
 
 def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
     for shape in shapes:
         tiles = SPLIT_TILES[shape.head_dim]
+        if shape.is_rounded:
+            tiles = for_rounded_pages(tiles)
         cut = Shape(shape.group, shape.kv_heads, shape.page_size, 264, tiles)
         constants: dict[str, object] = {
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim,
             "PAGE_SIZE": shape.page_size, "HAS_LSE": True, "HAS_WINDOW": shape.has_window,
             "SOFTCAP": shape.softcap, "BEFORE_OWN_PAGE": shape.before_own_page,
+            "ROUNDED": shape.is_rounded,
         }  # fmt: skip
         own: dict[str, object] = {"TILE_K": tiles.large_k, "STAGES": tiles.large_stages}
-        options = {"num_warps": hopper_large.NUM_WARPS, "maxnreg": hopper_large.MAX_REGISTERS}
+        options = {
+            "num_warps": hopper_large.NUM_WARPS,
+            "maxnreg": hopper_large.max_registers(is_rounded=shape.is_rounded),
+        }
         yield _gluon_job(
             hopper_large._large_units_kernel, constants | own, shape.page_size, options, 227 << 10
         )
@@ -251,7 +264,7 @@ def _hopper_jobs(shapes: Sequence[HopperShape]) -> Iterator[Job]:
     for head_dim in {shape.head_dim for shape in shapes}:
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "DIM": 1 << (head_dim - 1).bit_length(),
                  "IS_ORDERED": False, "HAS_LSE": True, "IS_PACKED": True,
-                 "OVERLAPS": True}  # fmt: skip
+                 "LETS_IN": False, "OVERLAPS": True}  # fmt: skip
         yield Job(_merge_partials_kernel, merge, {"partial_ptr": "*fp16"})
 
 
@@ -265,6 +278,15 @@ def _gluon_job(
     tail = tail_of(int(str(constants["HEAD_DIM"])))
     box = f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>"
     types = {"k_desc": box, "v_desc": box, "partial_ptr": "*fp16"}
+    scales = ("k_scales_desc", "v_scales_desc")
+    if constants["ROUNDED"]:
+        panel = min(128, int(str(constants["HEAD_DIM"])))
+        box = f"tensordesc<fp8e4nv[1, {rows}, {panel}],{codes_of(panel)!r}>"
+        types |= {"k_desc": box, "v_desc": box}
+        box = f"tensordesc<fp32[1, {SCALE_LANES.value}],{SCALES.value!r}>"
+        types |= dict.fromkeys(scales, box)
+    else:
+        constants = {**constants, **_nothing(*scales)}
     if tail:
         box = f"tensordesc<bf16[{rows}, {tail}],{tiles_of(tail)!r}>"
         types |= {"k_tail_desc": box, "v_tail_desc": box}
@@ -311,13 +333,17 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     )
     merge = {"HEADS": 32, "HEAD_DIM": 512, "DIM": 512, "IS_ORDERED": False, "HAS_LSE": True}
     yield Job(
-        _merge_partials_kernel, {**merge, **overlaps, "IS_PACKED": False}, {}, {"num_warps": 8}
+        _merge_partials_kernel,
+        {**merge, **overlaps, "IS_PACKED": False, "LETS_IN": True},
+        {},
+        {"num_warps": 8},
     )
     if tiles is HOPPER:  # other cards with fp8 numbers take the same code
         yield from _rounded_jobs(tiles, overlaps)
     yield Job(_sinks_kernel, {**HEAD, **overlaps, "HEADS": 64, "TILE_ROWS": 16})
     for is_ordered in (False, True):
-        merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
+        merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False,
+                 "LETS_IN": False}  # fmt: skip
         yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
     no_norms, no_shift = _nothing("q_gain_ptr", "k_gain_ptr"), _nothing("k_shift_ptr")
     plain = {**no_norms, **no_shift}
@@ -347,8 +373,12 @@ def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]
         most_shared=SHARED_BYTES[tiles is HOPPER],
     )
     heads = {"KV_HEADS": 8, "PAGE_SIZE": 16, **HEAD, **overlaps}
-    opened = {"GROUP": 4, "ROWS": 16, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
-    yield Job(_open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"})
+    opened = {"GROUP": 4, "LANES": 4, "WINDOW": 0, "SOFTCAP": 0.0, "UPCAST": False}
+    for count in (1, 4):
+        opened |= {"TOKENS": count, "ROWS": 16}
+        yield Job(
+            _open_pages_kernel, {**heads, **opened}, {"positions_ptr": "*i64"}, {"num_warps": 1}
+        )
     yield Job(_round_pages_kernel, heads, {"targets_ptr": "*i64", **codes})
     new = {"HEADS": 12, "HEAD_LANES": 16, "KV_HEADS": 2, "KV_LANES": 2, "PAGE_SIZE": 16}
     shifted = {"HALF": 64, "HALF_LANES": 64, **_nothing("q_gain_ptr", "k_gain_ptr")}

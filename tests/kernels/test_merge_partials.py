@@ -74,7 +74,7 @@ def test_packed_partials_are_merged(counts: list[int], dim: int) -> None:
     _merge_partials_kernel[(programs,)](
         out, lse, _plan(counts), halves, torch.stack((lses, factors), dim=2),
         out.stride(0), out.stride(1), HEADS=HEADS, HEAD_DIM=dim, DIM=dim,
-        IS_ORDERED=False, HAS_LSE=True, IS_PACKED=True, OVERLAPS=False,
+        IS_ORDERED=False, HAS_LSE=True, IS_PACKED=True, LETS_IN=False, OVERLAPS=False,
     )  # fmt: skip
     pairs = zip(torch.split(rows, counts), torch.split(lses, counts), strict=True)
     for token, (parts, part_lses) in enumerate(list(pairs)[::-1]):

@@ -19,6 +19,7 @@ require_interpreter()
 
 from mainstem.kernels.attention.expanded import NEVER, ExpandingAttention, numbered  # noqa: E402
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention  # noqa: E402
+from mainstem.kernels.attention.triton import open_pages as open_pages_kernel  # noqa: E402
 from mainstem.kernels.attention.triton.open_pages import attend_open_pages  # noqa: E402
 from mainstem.kernels.memory.expand import expand_rounded_pages  # noqa: E402
 from mainstem.kernels.memory.round import round_open_pages  # noqa: E402
@@ -109,10 +110,13 @@ def test_pages_that_were_never_rounded_are_finite_when_expanded() -> None:
 @pytest.mark.parametrize("is_expanded", [False, True], ids=["direct", "expanded"])
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_read_their_own_page_as_computed_and_earlier_pages_rounded(
-    name: str, *, is_expanded: bool
+    name: str, monkeypatch: pytest.MonkeyPatch, *, is_expanded: bool
 ) -> None:
     """A decode, a prompt over several pages with shared ones before it, the first page of a
-    sequence, and a prompt from its start."""
+    sequence, and a prompt from its start. Own pages are read by one program for each token, or for
+    several."""
+    if is_expanded:
+        monkeypatch.setattr(open_pages_kernel, "MANY_TOKENS", 1)
     case = CASES[name]
     pages, size = Pages(case), case.page_size
     ids = list(range(200))

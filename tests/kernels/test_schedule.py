@@ -17,7 +17,7 @@ from mainstem.kernels.attention import layout, ops
 from mainstem.kernels.attention import plan as plans
 from mainstem.kernels.attention.cutting import ways_to_cut
 from mainstem.kernels.attention.ops import HEAD_DIMS
-from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.shape import Shape, tiles_for_rounded
 from mainstem.kernels.attention.tuning import (
     HOPPER,
     HOPPER_SPLIT,
@@ -538,6 +538,37 @@ def test_rounded_pages_are_expanded_only_where_hoppers_kernels_read_them(
     assert not expands_rounded(torch.device("cpu"), half, 128)
     capability = (8, 9)
     assert not expands_rounded(card, half, 128)
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "head_dim", "page_size", "is_direct"),
+    [
+        (4, 8, 128, 16, True),
+        (1, 32, 128, 16, True),
+        (7, 4, 128, 16, True),
+        (8, 2, 128, 16, True),
+        (16, 1, 64, 16, True),
+        (8, 8, 64, 64, True),
+        (32, 8, 64, 16, False),  # a warp has keys of two pages
+        (32, 8, 64, 32, True),
+        (71, 1, 64, 16, False),
+        (71, 1, 64, 64, True),
+        (4, 8, 80, 16, False),
+        (2, 4, 256, 16, False),
+    ],
+)
+def test_hoppers_kernels_read_rounded_pages_if_a_warps_keys_have_one_scale(
+    group: int, kv_heads: int, head_dim: int, page_size: int, is_direct: bool
+) -> None:
+    """Otherwise the portable kernel does."""
+    split = SPLIT_TILES[head_dim]
+    tiles = tiles_for_rounded(split, group, kv_heads, head_dim, page_size)
+    assert tiles.is_split == is_direct
+    if is_direct:
+        shape = Shape(group, kv_heads, page_size, 264, tiles)
+        keys = tiles.small_k // (shape.fold * shape.splits)  # of a warp
+        assert page_size % keys == 0
+        assert tiles.pace.reads == 2 * split.pace.reads
 
 
 def test_wide_heads_have_their_own_tiles_without_hoppers_kernels(

@@ -33,7 +33,7 @@ from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, KernelPlan, Launches, make_plan
 from mainstem.kernels.attention.plan_staging import PlanStaging
-from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.shape import Shape, tiles_for_rounded
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
@@ -95,6 +95,7 @@ class _Hopper:
 
     large: ModuleType
     small: ModuleType
+    codes: ModuleType
     boxes_of: Callable[[Tensor, int], Any]
     rows_of_box: Callable[[int, int], int]  # of a small unit
 
@@ -103,13 +104,19 @@ class _Hopper:
 def _hopper() -> _Hopper | None:
     """The kernels that only Hopper has; None if this Triton's Gluon cannot compile them."""
     try:
-        from mainstem.kernels.attention.hopper import large, rows, small, small_reads  # noqa: PLC0415
+        from mainstem.kernels.attention.hopper import (  # noqa: PLC0415
+            codes,
+            large,
+            rows,
+            small,
+            small_reads,
+        )
     except (ImportError, AttributeError) as error:
         log.warning(
             "using slower attention kernels: this Triton's Gluon is unsupported (%s)", error
         )
         return None
-    return _Hopper(large, small, rows.boxes_of, small_reads.rows_of_box)
+    return _Hopper(large, small, codes, rows.boxes_of, small_reads.rows_of_box)
 
 
 def _with_kernel(
@@ -195,14 +202,15 @@ class SpanAttention:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if softcap is not None and not softcap > 0:
             raise LayoutError(f"softcap must be positive, got {softcap}")
-        # Hopper's own kernels do not read rounded pages; `expanded.py` expands them
-        can_split, is_given = deterministic_keys is None and not is_rounded, tiles is not None
+        can_split, is_given = deterministic_keys is None, tiles is not None
         self._is_rounded = is_rounded
         self._before_own_page = is_rounded or before_own_page
         tiles = tiles or choose_tiles(device, dtype, head_dim, can_split=can_split)
-        tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
         if device.type != "cpu" and dtype != torch.float32 and can_split and not is_given:
             tiles = with_fitted_pace(tiles, device, head_dim)
+        if is_rounded and tiles.is_split:
+            tiles = tiles_for_rounded(tiles, heads // kv_heads, kv_heads, head_dim, page_size)
+        tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
         if self._hopper is not None and deterministic_keys is not None:
             raise LayoutError("tiles that are split are for attention without deterministic_keys")
         if deterministic_keys is not None and (
@@ -241,6 +249,7 @@ class SpanAttention:
         self._last: KernelPlan | None = None  # the next step may reuse it
         self._needed = Launches(large=False, merge=False)  # what the last plan needs
         self._descriptors: dict[int, _Descriptors] = {}
+        self._scale_boxes: dict[int, Any] = {}
 
     def _make_buffers(self, partials: Tensor | None) -> None:
         limits, shape, device = self._limits, self.shape, self._device
@@ -403,7 +412,9 @@ class SpanAttention:
         self._check_tensors(q, k_pages, v_pages, out, lse)
         self._check_sinks(sinks, lse)
         if self._hopper is not None:
-            self._attend_on_hopper(self._hopper, q, k_pages, v_pages, out, lse, launches.large)
+            self._attend_on_hopper(
+                self._hopper, q, k_pages, v_pages, out, lse, scales, launches.large
+            )
         else:
             self._attend(q, k_pages, v_pages, out, lse, scales)
         if launches.merge:
@@ -421,11 +432,15 @@ class SpanAttention:
         v_pages: Tensor,
         out: Tensor,
         lse: Tensor | None,
+        scales: tuple[Tensor, Tensor] | None,
         has_large: bool,
     ) -> None:
         tiles, shape = self._tiles, self.shape
         large, small = hopper.large, hopper.small
         k, v = self._views_of(k_pages), self._views_of(v_pages)
+        boxes_of_scales = (None, None)
+        if scales is not None:
+            boxes_of_scales = self._boxes_of_scales(scales[0]), self._boxes_of_scales(scales[1])
         tensors = (
             out, lse if lse is not None else self._partial_lse,
             self._plan, self._partial, self._partial_lse,
@@ -435,16 +450,19 @@ class SpanAttention:
             "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": self._head_dim,
             "PAGE_SIZE": self._page_size, "HAS_LSE": lse is not None,
             "HAS_WINDOW": shape.has_windows, "SOFTCAP": self._softcap,
-            "BEFORE_OWN_PAGE": self._before_own_page, "launch_pdl": True,
+            "BEFORE_OWN_PAGE": self._before_own_page, "ROUNDED": self._is_rounded,
+            "launch_pdl": True,
         }  # fmt: skip
         if has_large:
             large._large_units_kernel[(shape.large.slots,)](
-                q, k.large[0], v.large[0], k.large[1], v.large[1], *tensors, tiles.large_stages,
+                q, k.large[0], v.large[0], k.large[1], v.large[1], *boxes_of_scales, *tensors,
+                tiles.large_stages,
                 TILE_K=tiles.large_k, STAGES=tiles.large_stages,
-                num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
+                num_warps=large.NUM_WARPS, maxnreg=large.max_registers(is_rounded=self._is_rounded),
+                **constants,
             )  # fmt: skip
         small._small_units_kernel[(shape.num_programs,)](
-            q, k.small[0], v.small[0], k.small[1], v.small[1], *tensors,
+            q, k.small[0], v.small[0], k.small[1], v.small[1], *boxes_of_scales, *tensors,
             self._tickets, tiles.small_stages,
             FOLD=shape.fold, SPLITS=shape.splits, STAGES=tiles.small_stages, IS_FIRST=not has_large,
             num_warps=small.NUM_WARPS, maxnreg=small.max_registers(tiles.programs_per_sm),
@@ -491,7 +509,8 @@ class SpanAttention:
             self._plan, self._partial, self._partial_lse, out.stride(0), out.stride(1),
             HEADS=self._heads, HEAD_DIM=self._head_dim, DIM=self._dim,
             IS_ORDERED=self.shape.fixed_stretch is not None,
-            HAS_LSE=lse is not None, IS_PACKED=self._is_packed, OVERLAPS=self._overlaps,
+            HAS_LSE=lse is not None, IS_PACKED=self._is_packed,
+            LETS_IN=self._before_own_page, OVERLAPS=self._overlaps,
             num_warps=4 if self._dim <= 128 else 8, **options,
         )  # fmt: skip
 
@@ -513,28 +532,45 @@ class SpanAttention:
     def forget_addresses(self) -> None:
         """Pages are about to have other addresses."""
         self._descriptors.clear()
+        self._scale_boxes.clear()
 
     def _views_of(self, pages: Tensor) -> "_Descriptors":
         """Descriptors, made once per layer, since a model keeps its pages."""
         found = self._descriptors.get(pages.data_ptr())
         if found is None or found.shape != tuple(pages.shape):
             fold, page_size, hopper = self.shape.fold, self._page_size, self._hopper
-            if self._is_rounded:
+            if self._is_rounded and hopper is not None:
+                rows = hopper.rows_of_box(fold, page_size)
+                found = _Descriptors(
+                    shape=tuple(pages.shape),
+                    small=(hopper.codes.codes_boxes(pages, rows), None),
+                    large=(hopper.codes.codes_boxes(pages, page_size), None),
+                )
+            elif self._is_rounded:
                 by_page = pages.flatten(1, 2)
                 block = [1, fold * page_size, self._dim]
                 found = _Descriptors(
                     tuple(pages.shape), TensorDescriptor.from_tensor(by_page, block), None
                 )
             else:
-                rows = pages.view(-1, self._head_dim)
+                lines = pages.view(-1, self._head_dim)
                 found = _Descriptors(
                     shape=tuple(pages.shape),
-                    small=TensorDescriptor.from_tensor(rows, [fold * page_size, self._dim])
+                    small=TensorDescriptor.from_tensor(lines, [fold * page_size, self._dim])
                     if hopper is None
-                    else hopper.boxes_of(rows, hopper.rows_of_box(fold, page_size)),
-                    large=None if hopper is None else hopper.boxes_of(rows, self._page_size),
+                    else hopper.boxes_of(lines, hopper.rows_of_box(fold, page_size)),
+                    large=None if hopper is None else hopper.boxes_of(lines, self._page_size),
                 )
             self._descriptors[pages.data_ptr()] = found
+        return found
+
+    def _boxes_of_scales(self, scales: Tensor) -> Any:
+        """A descriptor of the scales of a layer's K or V, made once."""
+        found = self._scale_boxes.get(scales.data_ptr())
+        if found is None:
+            assert self._hopper is not None
+            found = self._hopper.codes.scale_boxes(scales)
+            self._scale_boxes[scales.data_ptr()] = found
         return found
 
     def _check_sinks(self, sinks: Tensor | None, lse: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.kernels.attention.tuning import Tiles
+from mainstem.kernels.attention.tuning import Tiles, for_rounded_pages, hopper_tiles
 
 Floats = NDArray[np.float64]
 
@@ -21,6 +21,8 @@ STRETCH_KEYS = 32  # stretches of small spans are multiples of this, of pages an
 LEAST_ROWS = LEAST_KEYS = 16  # the fewest that a matrix instruction takes
 MOST_SMALL_ROWS = 32
 FOLDS = (1, 2, 4, 8)
+
+ROUNDED_DIMS = (64, 128)  # head dims of which Hopper's kernels read pages in fp8
 
 
 class UnitKind(NamedTuple):
@@ -90,6 +92,12 @@ class Shape:
         return 1 << (times.bit_length() - 1) if self.tiles.is_split and times else 1
 
     @cached_property
+    def has_whole_pages(self) -> bool:
+        """Whether the keys that a warp of Hopper's small tile takes are in one page, so that they
+        have one scale."""
+        return self.tiles.small_k // (self.fold * self.splits) <= self.page_size
+
+    @cached_property
     def small_rows(self) -> int:
         """A span with at most this many rows of each KV head is always small: those of one token,
         or more if the smallest tile has room for them.
@@ -122,3 +130,17 @@ class Shape:
             us=pace.small_us,
             key_us=pace.small_key_us * self.fold,
         )
+
+
+def tiles_for_rounded(
+    tiles: Tiles, group: int, kv_heads: int, head_dim: int, page_size: int
+) -> Tiles:
+    """The tiles for pages in fp8 in place of split ones. Hopper's own kernels read them if a warp
+    has keys of one page in each tile (`Shape.has_whole_pages`): true for groups of at most 16 query
+    heads. Otherwise the portable kernel reads them.
+    """
+    rounded = for_rounded_pages(tiles)
+    shape = Shape(group, kv_heads, page_size, rounded.programs_per_sm, rounded)
+    if head_dim in ROUNDED_DIMS and shape.has_whole_pages:
+        return rounded
+    return hopper_tiles(head_dim)

@@ -35,6 +35,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mainstem.kernels.attention.hopper.codes import (
+    QUERY_FACTOR,
+    ROW,
+    SCALE_LANES,
+    SCALES,
+    codes_of,
+)
 from mainstem.kernels.attention.hopper.rows import (
     PANEL,
     await_queries,
@@ -51,6 +58,7 @@ from mainstem.kernels.attention.hopper.rows import (
     start_queries,
     write_rows,
 )
+from mainstem.kernels.attention.hopper.widen import bring_codes, units_of, widen_tiles
 from mainstem.kernels.attention.triton.layout import (
     HEADER_ENTRIES,
     HEADER_LARGE_ORDER,
@@ -72,10 +80,18 @@ from mainstem.kernels.hopper import TILES, as_tiles, barrier, load_box, release,
 BLOCK = gl.constexpr(16)  # keys that the producer clears in one step
 NUM_WARPS = 4
 NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
-MAX_REGISTERS = 168  # of a thread: three groups of four warps share those of a multiprocessor
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
+CODES_STAGES = gl.constexpr(5)  # tiles in fp8; `num_stages` is that of tiles in 16 bits
+CONSUMER_REGISTERS_ROUNDED = gl.constexpr(192)
+WIDENER_REGISTERS = gl.constexpr(104)
 MOST_DIMS_IN_REGISTERS = gl.constexpr(128)  # largest head_dim whose queries are in registers
+
+
+def max_registers(*, is_rounded: bool) -> int:
+    """Registers of a thread. Three groups of four warps share those of a multiprocessor; one more
+    converts rounded pages."""
+    return 128 if is_rounded else 168
 
 
 @gluon.jit
@@ -229,14 +245,15 @@ def _weigh(scores, top, scale):
 
 @gluon.jit
 def _attend(
-    q, q_tail, k_tiles, v_tiles, k_tails, v_tails, k_full, k_empty, v_full, v_empty,
+    q, q_tail, k_tiles, v_tiles, k_tails, v_tails, units, k_full, k_empty, v_full, v_empty,
     tile_begin, num_tiles, key_begin, seen_by_all, limit, hidden_end, first_key, scale,
     TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, ROUNDED: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Run the online softmax over the tiles of a unit. Returns acc, acc of the tail, weights, top
-    and total of 64 rows. The caller must wait for the last products, which still read the weights.
+    """Run the online softmax over the tiles of a unit. Returns acc, acc of the tail, weights, top,
+    total and factor of 64 rows. acc must still be multiplied by the factor. The caller must wait
+    for the last products, which still read the weights.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -250,6 +267,9 @@ def _attend(
     if TAIL > 0:
         tail = gl.zeros([64, TAIL], gl.float32, TAIL_LAYOUT)
     weights = gl.zeros([64, TILE_K], q.dtype, WEIGHTS)
+    factor = total  # not used without rounded pages
+    if ROUNDED:
+        factor = gl.full([64], 1.0, gl.float32, S_ROWS)
     for i in range(tile_begin, tile_begin + num_tiles):
         stage = i % STAGES
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
@@ -266,10 +286,15 @@ def _attend(
             summing_tail = warpgroup_mma(
                 weights, v_tails.index(v_stage), tail, use_acc=i > tile_begin + 1, is_async=True
             )
+        if ROUNDED:
+            k_unit, v_unit = units_of(units, stage, STAGES)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(pending,))
         release(k_empty, stage)
         start = key_begin + (i - tile_begin) * TILE_K
-        scores, left = capped(scores, scale, SOFTCAP)
+        if ROUNDED:
+            scores, left = capped(scores, scale * k_unit, SOFTCAP)
+        else:
+            scores, left = capped(scores, scale, SOFTCAP)
         scores = _mask(
             scores, start, seen_by_all, limit, hidden_end, first_key, TILE_K, HAS_WINDOW, S_LAYOUT
         )
@@ -283,6 +308,9 @@ def _attend(
         else:
             acc, weights = warpgroup_mma_wait(0, deps=(summing, weights))
         release(v_empty, v_stage, i > tile_begin)
+        if ROUNDED:
+            shrink = shrink * (factor * (1.0 / v_unit))
+            factor = gl.full([64], v_unit, gl.float32, S_ROWS)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
     last = tile_begin + num_tiles - 1
@@ -294,7 +322,7 @@ def _attend(
         tail = warpgroup_mma(
             weights, v_tails.index(last % STAGES), tail, use_acc=num_tiles > 1, is_async=True
         )
-    return acc, tail, weights, top, total
+    return acc, tail, weights, top, total, factor
 
 
 @gluon.jit
@@ -315,12 +343,13 @@ def _ask(
 
 @gluon.jit
 def _consume(
-    q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, k_full, k_empty, v_full, v_empty,
+    q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, units, k_full, k_empty, v_full, v_empty,
     plan_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_K: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ):  # fmt: skip
     """Compute half of the rows of every unit of this program. The next unit's fields and queries
     are fetched while this unit is computed; the first iteration only fetches.
@@ -334,6 +363,8 @@ def _consume(
         [3, 0], [4, 1], [16, TAIL if TAIL > 0 else 16, 16]
     )
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    if ROUNDED and q_tiles.dtype == gl.bfloat16:
+        scale = scale * QUERY_FACTOR
     begin, end, next_ptr, next_kv_head = _share(plan_ptr)
     pieces_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_PIECES)
     order_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_ORDER)
@@ -367,6 +398,8 @@ def _consume(
             q_tail = q_rows
         else:
             q = q_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            if ROUNDED and q.dtype == gl.bfloat16:
+                q = (q.to(gl.float32) * (1.0 / QUERY_FACTOR)).to(gl.float16)
             q_tail = q
             if TAIL > 0:
                 q_tail = q_tail_rows.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
@@ -389,10 +422,12 @@ def _consume(
             if HAS_WINDOW:
                 first_key = find_first_keys(entries_ptr + entry, num_entries, rows, row_end, GROUP)
                 hidden_end = gl.max(first_key, 0)
-            acc, tail, weights, top, total = _attend(
-                q, q_tail, k_tiles, v_tiles, k_tails, v_tails, k_full, k_empty, v_full, v_empty,
+            acc, tail, weights, top, total, factor = _attend(
+                q, q_tail, k_tiles, v_tiles, k_tails, v_tails, units,
+                k_full, k_empty, v_full, v_empty,
                 tile, num_tiles, key_begin, seen_by_all, limit, hidden_end, first_key, scale,
-                TILE_K, HEAD_DIM, STAGES, HAS_WINDOW, SOFTCAP, S_LAYOUT, O_LAYOUT, TAIL_LAYOUT,
+                TILE_K, HEAD_DIM, STAGES, HAS_WINDOW, SOFTCAP, ROUNDED,
+                S_LAYOUT, O_LAYOUT, TAIL_LAYOUT,
             )  # fmt: skip
             if IS_WIDE:
                 _ask(
@@ -404,6 +439,8 @@ def _consume(
                 entries_ptr + entry, num_entries, row_begin, row_end, kv_head, 64, GROUP, 1, O_ROWS
             )
             share, lse = shares_of(top, total, O_ROWS)
+            if ROUNDED:
+                share = share * gl.convert_layout(factor, O_ROWS)
             if TAIL > 0:
                 acc, tail, weights = warpgroup_mma_wait(0, deps=(acc, tail, weights))
             else:
@@ -442,16 +479,16 @@ def _consume(
 
 @gluon.jit
 def _large_units_kernel(
-    q_ptr, k_desc, v_desc, k_tail_desc, v_tail_desc,
+    q_ptr, k_desc, v_desc, k_tail_desc, v_tail_desc, k_scales_desc, v_scales_desc,
     out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, num_stages,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
     TILE_K: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
+    SOFTCAP: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr, ROUNDED: gl.constexpr,
 ):  # fmt: skip
     """Attend to the large units of this program. `scale` includes log2(e), SOFTCAP does not; a
     SOFTCAP of 0 means none. BEFORE_OWN_PAGE: rows of a causal span see the pages before their own
-    one.
+    one. ROUNDED: pages are in fp8, with scales (`widen.py`).
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -468,10 +505,10 @@ def _large_units_kernel(
     pieces_at = gl.load(plan_ptr + HEADER_LARGE_PIECES)
     pages_at = gl.load(plan_ptr + HEADER_PAGE_IDS)
     order_at = gl.load(plan_ptr + HEADER_LARGE_ORDER)
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = gl.float16 if ROUNDED else k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, MAIN], TILES)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, MAIN], TILES)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, MAIN], TILES)
+    q_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, 64, MAIN], TILES)
     k_tails: gl.constexpr = None
     v_tails: gl.constexpr = None
     q_tails: gl.constexpr = None
@@ -492,31 +529,80 @@ def _large_units_kernel(
     mbarrier.init(v_full.index(STAGES), count=1)
     if begin == end:
         return  # early, since small units wait for the multiprocessor
-    gl.warp_specialize(
-        [
-            (_consume, (
-                q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails,
-                k_full, k_empty, v_full, v_empty, plan_ptr,
-                q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-                0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
-                PAGE_SIZE, BEFORE_OWN_PAGE,
-            )),
-            (_consume, (
-                q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails,
-                k_full, k_empty, v_full, v_empty, plan_ptr,
-                q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
-                stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
-                1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
-                PAGE_SIZE, BEFORE_OWN_PAGE,
-            )),
-            (_produce, (
-                k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
-                k_full, k_empty, v_full, v_empty, plan_ptr,
-                begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
-                KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM, STAGES,
-            )),
-        ],
-        [NUM_WARPS_OF_CONSUMER, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if ROUNDED:
+        IN_CODES: gl.constexpr = codes_of(HEAD_DIM, 2)
+        PAGES: gl.constexpr = TILE_K // PAGE_SIZE
+        SCALE_SHAPE: gl.constexpr = [CODES_STAGES * PAGES, 1, SCALE_LANES]
+        k_codes = gl.allocate_shared_memory(k_desc.dtype, [CODES_STAGES, TILE_K, MAIN], IN_CODES)
+        v_codes = gl.allocate_shared_memory(k_desc.dtype, [CODES_STAGES, TILE_K, MAIN], IN_CODES)
+        k_scales = gl.allocate_shared_memory(gl.float32, SCALE_SHAPE, SCALES)
+        v_scales = gl.allocate_shared_memory(gl.float32, SCALE_SHAPE, SCALES)
+        units = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], ROW)
+        codes_full = gl.allocate_shared_memory(gl.int64, [CODES_STAGES, 1], BARRIER)
+        codes_empty = gl.allocate_shared_memory(gl.int64, [CODES_STAGES, 1], BARRIER)
+        for i in range(0, num_stages + (CODES_STAGES - STAGES)):
+            mbarrier.init(codes_full.index(i), count=1)
+            mbarrier.init(codes_empty.index(i), count=1)
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, units,
+                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                    0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
+                    PAGE_SIZE, BEFORE_OWN_PAGE, ROUNDED,
+                )),
+                (_consume, (
+                    q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, units,
+                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                    1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
+                    PAGE_SIZE, BEFORE_OWN_PAGE, ROUNDED,
+                )),
+                (widen_tiles, (
+                    k_codes, v_codes, k_scales, v_scales, codes_full, codes_empty,
+                    k_tiles, v_tiles, units, k_full, k_empty, v_full, v_empty,
+                    plan_ptr, begin, end,
+                    KV_HEADS, GROUP, PAGE_SIZE, TILE_K, CODES_STAGES, STAGES, BEFORE_OWN_PAGE,
+                )),
+                (bring_codes, (
+                    k_desc, v_desc, k_scales_desc, v_scales_desc,
+                    k_codes, v_codes, k_scales, v_scales, codes_full, codes_empty,
+                    plan_ptr, begin, end, kv_head, page_at, key_begin, key_end,
+                    KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM, CODES_STAGES,
+                )),
+            ],
+            [NUM_WARPS_OF_CONSUMER, NUM_WARPS_OF_CONSUMER, 1],
+            [CONSUMER_REGISTERS_ROUNDED, WIDENER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, None,
+                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                    0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
+                    PAGE_SIZE, BEFORE_OWN_PAGE, ROUNDED,
+                )),
+                (_consume, (
+                    q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, None,
+                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+                    stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
+                    1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
+                    PAGE_SIZE, BEFORE_OWN_PAGE, ROUNDED,
+                )),
+                (_produce, (
+                    k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    begin, end, kv_head, page_at, key_begin, key_end, pieces_at, pages_at, order_at,
+                    KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM, STAGES,
+                )),
+            ],
+            [NUM_WARPS_OF_CONSUMER, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mainstem.kernels.attention.hopper.codes import packed_rows
 from mainstem.kernels.attention.triton.layout import (
     ENTRY_FIRST_KEY,
     ENTRY_SLOT,
@@ -200,12 +201,13 @@ def _store_whole(
 
 @gluon.jit
 def _store_packed(
-    rows, peak, first_dim: gl.constexpr, offset, is_row, partial_ptr, LAYOUT: gl.constexpr
-):
+    rows, peak, first_dim: gl.constexpr, offset, is_row, partial_ptr, LAYOUT: gl.constexpr,
+    FROM_CODES: gl.constexpr,
+):  # fmt: skip
     """Store some dims of Partials in fp16, in the order in which threads have them."""
     COUNT: gl.constexpr = rows.shape[0]
     DIMS: gl.constexpr = rows.shape[1]
-    PACKED: gl.constexpr = finished(COUNT, DIMS, True)
+    PACKED: gl.constexpr = packed_rows(DIMS) if FROM_CODES else finished(COUNT, DIMS, True)
     RUN: gl.constexpr = min(DIMS, 32) // 4  # neighbouring dims of a thread
     ROWS: gl.constexpr = gl.SliceLayout(1, PACKED)
     factor = gl.convert_layout(1.0 / peak, gl.SliceLayout(1, LAYOUT))
@@ -225,7 +227,7 @@ def write_rows(
     acc, tail, share, lse, token, slot, head, is_row, is_whole, stretch,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
-    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr, FROM_CODES: gl.constexpr = False,
 ):  # fmt: skip
     """Write rows: to `out`, multiplied by their share, if they are whole; packed, to their slots,
     if they are Partials.
@@ -233,7 +235,7 @@ def write_rows(
     A packed row is in fp16, divided by its largest magnitude: half of the bytes to write and read,
     and nothing overflows. If that magnitude is infinite, all dims of the row are NaN. The factor to
     multiply the row by (magnitude x share) is next to its lse. Dims are in the order in which
-    threads have them (`merge_partials.py`).
+    threads have them (`merge_partials.py`). FROM_CODES: LAYOUT is `natural_rows` (`codes.py`).
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -254,6 +256,6 @@ def write_rows(
         gl.store(partial_lse_ptr + 2 * place, lse, mask=is_row)
         gl.store(partial_lse_ptr + 2 * place + 1, peak * share, mask=is_row)
         offset = place.to(gl.int64) * PITCH
-        _store_packed(acc, peak, 0, offset, is_row, partial_ptr, LAYOUT)
+        _store_packed(acc, peak, 0, offset, is_row, partial_ptr, LAYOUT, FROM_CODES)
         if TAIL > 0:
-            _store_packed(tail, peak, MAIN, offset, is_row, partial_ptr, TAIL_LAYOUT)
+            _store_packed(tail, peak, MAIN, offset, is_row, partial_ptr, TAIL_LAYOUT, False)

@@ -26,6 +26,19 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mainstem.kernels.attention.hopper.codes import (
+    QUERY_FACTOR,
+    SCALE_LANES,
+    SCALES,
+    codes_of,
+    key_operand,
+    natural_rows,
+    query_operand,
+    rows_by_dims,
+    section_scales,
+    unit_of,
+    value_operand,
+)
 from mainstem.kernels.attention.hopper.rows import (
     PANEL,
     await_queries,
@@ -144,14 +157,15 @@ def _clear(tiles, tails, stage, num_keys, FOLD: gl.constexpr, HAS_TAIL: gl.const
 
 
 @gluon.jit
-def _consume(
-    q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, sums, tail_sums,
+def _consume(  # noqa: PLR0912  # most branches are decided when compiled
+    q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, k_scales, v_scales, sums, tail_sums,
     full, empty, notes, noted, plan_ptr,
     unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, PAGE_SIZE: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ):  # fmt: skip
     """Compute all units of this program: the online softmax over the tiles of each."""
     NOTES: gl.constexpr = 2 * STAGES
@@ -171,15 +185,22 @@ def _consume(
     # Finished rows: 64, and a warp has 16 of one section; fewer after splits are merged.
     COUNT: gl.constexpr = 64 // SPLITS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    O_LAYOUT: gl.constexpr = MMA if SPLITS == 1 else finished(COUNT, MAIN, False)
+    OF_SUMS: gl.constexpr = natural_rows(MAIN) if ROUNDED else MMA
+    O_LAYOUT: gl.constexpr = OF_SUMS if SPLITS == 1 else finished(COUNT, MAIN, False)
     TAIL_LAYOUT: gl.constexpr = MMA if SPLITS == 1 or TAIL == 0 else finished(COUNT, TAIL, False)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     entries_ptr = plan_ptr + gl.load(plan_ptr + HEADER_ENTRIES)
     num_entries = gl.load(plan_ptr + HEADER_NUM_ENTRIES)
     fields = reshaped(notes, [NOTES * NOTE_INTS, 1], ROW)
     queries = reshaped(q_rows, [SECTIONS, ROWS, MAIN], tiles_of(MAIN, 3))
-    k_folded = reshaped(k_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], tiles_of(MAIN, 3))
-    v_folded = reshaped(v_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], tiles_of(MAIN, 3))
+    IN_TILES: gl.constexpr = codes_of(MAIN) if ROUNDED else tiles_of(MAIN, 3)
+    k_folded = reshaped(k_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], IN_TILES)
+    v_folded = reshaped(v_tiles, [STAGES, SECTIONS, SECTION_KEYS, MAIN], IN_TILES)
+    OF_SECTIONS: gl.constexpr = gl.SliceLayout(1, HEAD_ROWS)
+    PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)
+    # What the products are made of: codes are multiplied in fp16.
+    OPERAND: gl.constexpr = gl.float16 if ROUNDED else q_rows.dtype
+    FACTOR: gl.constexpr = QUERY_FACTOR if q_rows.dtype == gl.bfloat16 else 1.0
     if TAIL > 0:
         tail_queries = reshaped(q_tail_rows, [SECTIONS, ROWS, TAIL], tiles_of(TAIL, 3))
         k_tail_folded = reshaped(k_tails, [STAGES, SECTIONS, SECTION_KEYS, TAIL], tiles_of(TAIL, 3))
@@ -235,17 +256,30 @@ def _consume(
         # the unit, so it notes the next unit without waiting for another release.
         ask_behind = gl.where(num_tiles > STAGES, num_tiles - STAGES, num_tiles) - 1
         await_queries()
-        q = queries.load(FIRST)
+        if ROUNDED:
+            OF_QUERIES: gl.constexpr = rows_by_dims(SECTIONS, ROWS, MAIN, True)
+            q = query_operand(queries.load(OF_QUERIES), FIRST)
+            unit = gl.full([SECTIONS], 1.0, gl.float32, OF_SECTIONS)
+        else:
+            q = queries.load(FIRST)
         if TAIL > 0:
             q_tail = tail_queries.load(FIRST)
         for i in range(0, num_tiles):
             start = key_begin + i * KEYS
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            if start + KEYS > key_end:
-                _clear(v_tiles, v_tails, stage, key_end - start, FOLD, TAIL > 0)
+            if not ROUNDED:  # noqa: SIM102  # known when compiled; only whole pages are rounded
+                if start + KEYS > key_end:
+                    _clear(v_tiles, v_tails, stage, key_end - start, FOLD, TAIL > 0)
             scores = gl.zeros([SECTIONS, ROWS, SECTION_KEYS], gl.float32, LAYOUT)
-            scores = _add_scores(scores, q, k_folded.index(stage), SECOND)
+            if ROUNDED:
+                scores = mma_v2(q, key_operand(k_folded.index(stage), SECOND), scores)
+                k_scale = section_scales(
+                    k_scales, stage, kv_head, SPLITS, PAGES, OF_SECTIONS, SECTIONS
+                )
+                scores = scores * (k_scale * FACTOR)[:, None, None]
+            else:
+                scores = _add_scores(scores, q, k_folded.index(stage), SECOND)
             if TAIL > 0:
                 scores = _add_scores(scores, q_tail, k_tail_folded.index(stage), SECOND)
             scores, left = capped(scores, scale, SOFTCAP)
@@ -258,8 +292,17 @@ def _consume(
             shrink = gl.exp2(top - base)
             total = total * shrink + gl.sum(p, 2)
             top = new_top
-            weights = gl.convert_layout(p.to(q_rows.dtype), FIRST)
-            v = v_folded.index(stage).load(SECOND)
+            weights = gl.convert_layout(p.to(OPERAND), FIRST)
+            if ROUNDED:
+                v = value_operand(v_folded.index(stage), SECOND)
+                v_scale = section_scales(
+                    v_scales, stage, kv_head, SPLITS, PAGES, OF_SECTIONS, SECTIONS
+                )
+                new_unit = unit_of(v_scale, unit)
+                shrink = shrink * (unit / new_unit)[:, None]
+                unit = new_unit
+            else:
+                v = v_folded.index(stage).load(SECOND)
             if TAIL > 0:
                 v_tail = v_tail_folded.index(stage).load(SECOND)
             release(empty, stage)
@@ -294,14 +337,17 @@ def _consume(
                             next_row_end, GROUP,
                         )  # fmt: skip
         num_noted += 1
+        if ROUNDED:
+            acc = acc * unit[:, None, None]
         acc, tail, top, total = finish_sums(
-            acc, tail, top, total, sums, tail_sums, FOLD, SPLITS, TAIL > 0, O_LAYOUT, TAIL_LAYOUT
-        )
+            acc, tail, top, total, sums, tail_sums, FOLD, SPLITS, TAIL > 0, O_LAYOUT, TAIL_LAYOUT,
+            ROUNDED,
+        )  # fmt: skip
         share, lse = shares_of(top, total, O_ROWS)
         write_rows(
             acc, tail, share, lse, token, slot, head, is_row, is_whole, stretch,
             out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
-            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT, TAIL_LAYOUT,
+            KV_HEADS * GROUP, HEAD_DIM, HAS_LSE, O_LAYOUT, TAIL_LAYOUT, ROUNDED and SPLITS == 1,
         )  # fmt: skip
         entry = next_entry
         row_begin = next_row_begin
@@ -324,18 +370,18 @@ def _wait_for_large(IS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _small_units_kernel(
-    q_ptr, k_desc, v_desc, k_tail_desc, v_tail_desc,
+    q_ptr, k_desc, v_desc, k_tail_desc, v_tail_desc, k_scales_desc, v_scales_desc,
     out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale, tickets_ptr,
     num_barriers,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
     HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
-    IS_FIRST: gl.constexpr,
+    ROUNDED: gl.constexpr, IS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Attend to the small units of this program. `scale` includes log2(e), SOFTCAP does not; a
     SOFTCAP of 0 means none. BEFORE_OWN_PAGE: rows of a causal span see the pages before their own
-    one.
+    one. ROUNDED: pages are in fp8, with scales (`codes.py`).
 
     After the kernel of the large units (not IS_FIRST) this kernel need not wait at its start: the
     large kernel lets it start only after its own wait for the kernel before. The next kernel
@@ -356,9 +402,17 @@ def _small_units_kernel(
     dtype: gl.constexpr = k_desc.dtype
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], TILES)
-    q_rows = gl.allocate_shared_memory(dtype, [64, MAIN], TILES)
+    IN_TILES: gl.constexpr = codes_of(MAIN, 2) if ROUNDED else TILES
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], IN_TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LANES, MAIN], IN_TILES)
+    q_rows = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [64, MAIN], TILES)
+    k_scales: gl.constexpr = None
+    v_scales: gl.constexpr = None
+    if ROUNDED:
+        PAGES: gl.constexpr = max(LANES // FOLD // PAGE_SIZE, 1)
+        SCALE_ROWS: gl.constexpr = STAGES * PAGES
+        k_scales = gl.allocate_shared_memory(gl.float32, [SCALE_ROWS, 1, SCALE_LANES], SCALES)
+        v_scales = gl.allocate_shared_memory(gl.float32, [SCALE_ROWS, 1, SCALE_LANES], SCALES)
     k_tails: gl.constexpr = None
     v_tails: gl.constexpr = None
     q_tail_rows: gl.constexpr = None
@@ -406,19 +460,20 @@ def _small_units_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, sums, tail_sums,
-                full, empty, notes, noted, plan_ptr,
+                q_rows, q_tail_rows, k_tiles, v_tiles, k_tails, v_tails, k_scales, v_scales,
+                sums, tail_sums, full, empty, notes, noted, plan_ptr,
                 unit_ptr, q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                 stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                 KV_HEADS, GROUP, FOLD, SPLITS, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
-                PAGE_SIZE, BEFORE_OWN_PAGE,
+                PAGE_SIZE, BEFORE_OWN_PAGE, ROUNDED,
             )),
             (produce, (
-                k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
+                k_desc, v_desc, k_tail_desc, v_tail_desc, k_scales_desc, v_scales_desc,
+                k_tiles, v_tiles, k_tails, v_tails, k_scales, v_scales,
                 full, empty, notes, noted,
                 plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
                 num_queued, tickets_ptr,
-                KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
+                KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES, ROUNDED,
             )),
         ],
         [1],

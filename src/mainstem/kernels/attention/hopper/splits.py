@@ -10,6 +10,7 @@ axis that lies across warps does the same, but takes four microseconds.)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mainstem.kernels.attention.hopper.codes import natural
 from mainstem.kernels.hopper import barrier, reshaped
 
 
@@ -56,20 +57,25 @@ def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: 
 def finish_sums(
     acc, tail, top, total, sums, tail_sums,
     FOLD: gl.constexpr, SPLITS: gl.constexpr, HAS_TAIL: gl.constexpr,
-    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr, ROUNDED: gl.constexpr,
 ):  # fmt: skip
     """Return a unit's sums as rows, [rows, dims], those of the tail (the dims after the last whole
     panel), and the rows' top and total."""
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if SPLITS > 1:
         shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS, ROWS)
-        acc = _merge_splits(acc * shrink[:, :, None], sums, FOLD, SPLITS, LAYOUT)
+        acc = acc * shrink[:, :, None]
+        if ROUNDED:
+            acc = natural(acc)
+        acc = _merge_splits(acc, sums, FOLD, SPLITS, LAYOUT)
         if HAS_TAIL:
             tail = tail * shrink[:, :, None]
             tail = _merge_splits(tail, tail_sums, FOLD, SPLITS, TAIL_LAYOUT)
     else:
         top = gl.convert_layout(top.reshape([64]), ROWS)
         total = gl.convert_layout(total.reshape([64]), ROWS)
+        if ROUNDED:
+            acc = natural(acc)
         acc = gl.convert_layout(acc.reshape([64, acc.shape[2]]), LAYOUT)
         if HAS_TAIL:
             tail = gl.convert_layout(tail.reshape([64, tail.shape[2]]), LAYOUT)

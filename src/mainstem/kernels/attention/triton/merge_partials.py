@@ -25,6 +25,7 @@ from mainstem.kernels.attention.triton.layout import (
     MERGE_SLOT,
 )
 from mainstem.kernels.attention.triton.rows import normalised, write_rows
+from mainstem.kernels.overlap import let_in
 
 FEW_PARTS = tl.constexpr(8)
 
@@ -184,12 +185,14 @@ def _merge_partials_kernel(
     out_ptr, lse_ptr, plan_ptr, partial_ptr, partial_lse_ptr, stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    LETS_IN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Merge this program's tiles. A tile is 16 rows; or 4 rows, if there are few rows or many
     Partials; or 32 dims of one row, if there are very few rows. If IS_ORDERED (for
-    deterministic attention), it is always 16 rows.
+    deterministic attention), it is always 16 rows. LETS_IN: the next kernel is that of open pages.
     """
+    if LETS_IN:
+        let_in(OVERLAPS)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     merges_ptr = plan_ptr + tl.load(plan_ptr + HEADER_MERGES)
