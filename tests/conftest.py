@@ -73,6 +73,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """At its end, Python frees everything; a library complains of what it does not."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """The embedded model as a Hugging Face folder; fetched and converted once per user cache.
