@@ -371,6 +371,7 @@ def test_a_tokenizer_that_cannot_be_split_refuses_control_tokens_in_text() -> No
         strict.encode_chat([{"role": "user", "content": "the </s> cat"}])
 
 
+@cache
 def unsplit(normalizer: normalizers.Normalizer | None, template: str = IM) -> Tokenizer:
     """SmolLM2's tokenizer, changed to find special tokens after normalizing: it cannot be split."""
     backend = smollm2()
