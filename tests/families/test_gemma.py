@@ -16,7 +16,7 @@ def test_gemma2_answers_as_transformers(tmp_path: Path) -> None:
         **SIZES,
         query_pre_attn_scalar=9,
         attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,  # a low one makes the best tokens nearly equal
         attention_bias=True,
     )
     check_family(config, tmp_path)
