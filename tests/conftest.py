@@ -1,5 +1,6 @@
 """Fixtures that several test packages use, and the order in which pytest's workers get tests."""
 
+import gc
 import logging
 import os
 import signal
@@ -11,6 +12,8 @@ from secrets import token_hex
 import pytest
 
 from mainstem.checkpoints.hub import resolve_model
+
+gc.disable()  # until all tests are collected: nothing that they import is garbage
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -35,6 +38,8 @@ with suppress(ImportError):  # not on every machine with a GPU
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # before Ray is imported
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = token_hex(32)
+# by default Ray gives its workers so low a priority that on a busy core they wait for everybody
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # the name that Ray reads
 
 LONGEST_FIRST = (
     "kernels/test_aot.py",
@@ -60,6 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     place = {tests / name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector begins, and does not look at the imported modules again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """At its end, Python frees everything; a library complains of what it does not."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

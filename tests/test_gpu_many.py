@@ -32,14 +32,18 @@ def test_each(number, held):
 
 @pytest.mark.parametrize("wrong", [None, 7])
 def test_each_test_runs_once_and_a_failure_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: int | None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: int | None,
 ) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most plugins take long to import
     log = tmp_path / "log"
     log.touch()
     for first in (0, 15):
         text = TESTS.format(log=str(log), wrong=wrong, first=first)
         (tmp_path / f"test_from_{first}.py").write_text(text)
-    status = main(["-n", "2", str(tmp_path), "-c", "pyproject.toml"])
+    status = main(["-n", "2", str(tmp_path), "-c", "pyproject.toml", "-p", "pytest_timeout"])
     assert sorted(map(int, log.read_text().split())) == list(range(30))
     printed = capsys.readouterr().out
     if wrong is None:

@@ -81,7 +81,7 @@ def test_the_error_names_the_setting_that_cannot_be_used(
     assert not llm.text_engine.has_work
 
 
-@pytest.mark.parametrize("policy", ["kv", "important"])
+@pytest.mark.parametrize("policy", ["kv", pytest.param("important", marks=pytest.mark.slow)])
 def test_chat_reports_dropped_tokens(
     policy: str,
     smollm2_folder: Path,

@@ -28,7 +28,12 @@ def kill_at(num_bytes: int) -> None:
     io.FileIO = Mortal  # type: ignore[misc]  # the output is opened with this class
 
 
+def run(argv: list[str]) -> int:
+    """The program."""
+    if int(argv[0]):
+        kill_at(int(argv[0]))
+    return main(argv[1:], FakeEngines(num_pages=48), lambda _: a_tokenizer())
+
+
 if __name__ == "__main__":
-    if int(sys.argv[1]):
-        kill_at(int(sys.argv[1]))
-    sys.exit(main(sys.argv[2:], FakeEngines(num_pages=48), lambda _: a_tokenizer()))
+    sys.exit(run(sys.argv[1:]))

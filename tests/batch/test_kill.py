@@ -3,12 +3,13 @@
 import json
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.batch import fake_batch
+from tests.forked import run_forked
 
 NUM_ROWS = 120
 SOME_FAILED = 1  # exit status of a finished job, since the input has bad rows
@@ -48,10 +49,8 @@ def run(
 ) -> int:
     """Start or resume the job in a separate process. It is killed when its output has
     `kill_at_bytes` bytes; 0: not killed."""
-    module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
     job = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64", *flags]
-    done = subprocess.run([*module, *job], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
-    return done.returncode
+    return run_forked(fake_batch.run, [str(kill_at_bytes), *job])
 
 
 def essences(path: Path) -> list[str]:

@@ -27,11 +27,6 @@ from tests.fake_llm import patch_loading
 from tests.needs import needs
 from tests.waiting import until
 
-try:
-    import ray
-except ImportError:
-    ray = None
-
 needs_ray = needs("ray")
 pytestmark = [
     # Ray leaves sockets and files open until the process ends
@@ -208,9 +203,12 @@ def test_ten_kills_of_the_driver_lose_no_answer(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Any]:
+    """Ray on this machine."""
+    import ray  # noqa: PLC0415  # takes seconds
+
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
+    yield ray
     ray.shutdown()
 
 
@@ -261,14 +259,14 @@ def test_generate_adds_answers_to_a_batch(monkeypatch: pytest.MonkeyPatch) -> No
 # a thread of Ray Data's own may be interrupted when its pool closes
 @pytest.mark.filterwarnings("ignore:Exception in thread pool-")
 def test_generate_and_plan_with_parquet_in_and_json_out(
-    tmp_path: Path, tiny_model: str, cluster: None
+    tmp_path: Path, tiny_model: str, cluster: Any
 ) -> None:
     import pyarrow as pa  # noqa: PLC0415  # comes with Ray
     import pyarrow.parquet as pq  # noqa: PLC0415
 
     pq.write_table(pa.table({"prompt": PROMPTS, "n": range(24)}), tmp_path / "in.parquet")
-    found = plan(ray.data.read_parquet(str(tmp_path / "in.parquet")), tiny_model, num_workers=2)
-    pool = ray.data.ActorPoolStrategy(size=2)
+    found = plan(cluster.data.read_parquet(str(tmp_path / "in.parquet")), tiny_model, num_workers=2)
+    pool = cluster.data.ActorPoolStrategy(size=2)
     settings: dict[str, Any] = {"model": tiny_model, "sampling": SAMPLING, "kv_tokens": 8192}
     answered = found.map_batches(
         _Sized, fn_constructor_kwargs=settings, batch_size=None, compute=pool

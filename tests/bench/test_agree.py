@@ -64,8 +64,11 @@ def test_an_engine_that_loads_nothing_is_refused(trace: str) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "kv_tokens"),
-    [("1", "100000"), ("4", "100000"), ("4", "20000")],
-    ids=["first tokens wait for steps", "and in a queue", "and for memory"],
+    [
+        pytest.param("1", "100000", id="first tokens wait for steps", marks=pytest.mark.slow),
+        pytest.param("4", "100000", id="and in a queue", marks=pytest.mark.slow),
+        pytest.param("4", "20000", id="and for memory"),
+    ],
 )
 def test_the_simulator_agrees_with_the_scheduler_in_virtual_time(
     rate: str, kv_tokens: str, capsys: pytest.CaptureFixture[str]

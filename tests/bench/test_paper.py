@@ -232,7 +232,7 @@ def test_a_capacity_is_judged_by_the_papers_hit_rates(
     assert judge_capacity(lines).outcome is outcome
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_stored_items_can_be_drawn(every: int, tmp_path: Path) -> None:
     for path in sorted(STORED.glob("*"))[::every]:
         item = ITEMS[path.stem]

@@ -117,7 +117,7 @@ def test_a_text_too_short_for_many_cuts_is_refused(short: KeptModel, text_ids: l
         read_on(short, CONFIG, WAYS["kv"], text_ids[:100], TURN)
 
 
-@pytest.mark.parametrize("way", ["kv", "important"])
+@pytest.mark.parametrize("way", ["kv", pytest.param("important", marks=pytest.mark.slow)])
 def test_questions_are_asked_after_the_cut(
     way: str, longer: KeptModel, text_ids: list[int], tmp_path: Path
 ) -> None:

@@ -62,11 +62,13 @@ def check_family(
     """Write a random model of this config to `folder` and compare its answers. Every prompt has at
     least PREFIX_TOKENS, so that a window or original context of fewer tokens has an effect.
     `std`: of the weights; smaller ones make a model that amplifies rounding less."""
-    expected = _all_expected(write_checkpoint(config, folder, std=std))
+    model = write_checkpoint(config, folder, std=std)
     with_room = _engine(folder, max_model_len, kv_tokens=16 * CONTEXT, chunk_tokens=512)
-    for index, each in enumerate(expected):
-        request = _request(each.prompt, index, salt=b"alone", prompt_logprobs=TOP)
-        _check("alone", run_all(with_room, [request]).outputs, [each], first=index)
+    prompts = _prompts(model.config.vocab_size)
+    requests = [_request(p, i, b"alone", prompt_logprobs=TOP) for i, p in enumerate(prompts)]
+    outputs = [output for each in requests for output in run_all(with_room, [each]).outputs]
+    expected = _all_expected(model, prompts, outputs)
+    _check("alone", outputs, expected)
     salts = [b"batched %d" % index for index in range(len(expected))]
     requests = [_request(e.prompt, i, salts[i]) for i, e in enumerate(expected)]
     _check("batched", run_all(with_room, requests).outputs, expected)
@@ -80,17 +82,24 @@ def check_family(
 
 def check_batch(model: PreTrainedModel, folder: Path) -> None:
     """The model in `folder` gives the same answers as `model`, all requests at once."""
-    expected = _all_expected(model)
     engine = _engine(folder, None, kv_tokens=16 * CONTEXT, chunk_tokens=512)
-    requests = [_request(e.prompt, i, b"") for i, e in enumerate(expected)]
-    _check("batched", run_all(engine, requests).outputs, expected)
+    prompts = _prompts(model.config.vocab_size)
+    requests = [_request(prompt, i, b"") for i, prompt in enumerate(prompts)]
+    outputs = run_all(engine, requests).outputs
+    _check("batched", outputs, _all_expected(model, prompts, outputs))
     engine.close()
 
 
-def _all_expected(model: PreTrainedModel) -> list[Expected]:
-    prompts = _prompts(model.config.vocab_size)
-    answers = [_answer(model, prompt) for prompt in prompts]
+def _all_expected(
+    model: PreTrainedModel, prompts: Sequence[list[int]], outputs: Sequence[Output]
+) -> list[Expected]:
+    """The answers in `outputs` are those of transformers if each token is its choice after all
+    tokens before it: one pass over a whole answer shows that."""
+    answers = [_answer(outputs, index) for index in range(len(prompts))]
     tables = [_logprobs(model, *both) for both in zip(prompts, answers, strict=True)]
+    for index, (answer, table) in enumerate(zip(answers, tables, strict=True)):
+        assert len(answer) == ANSWER_TOKENS
+        assert answer == table[-len(answer) :].argmax(dim=-1).tolist(), f"answer {index}"
     tolerance = max(LEAST_TOLERANCE, 2 * _rounding(model, prompts[0], answers[0], tables[0]))
     assert tolerance < MOST_TOLERANCE, f"rounding changes answers by {tolerance:.1e}: smaller std"
     every = zip(prompts, answers, tables, strict=True)
@@ -137,14 +146,10 @@ def _prompts(vocab_size: int) -> list[list[int]]:
     return [prefix + rng.integers(3, vocab_size, count).tolist() for count in OWN_TOKENS]
 
 
-def _answer(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    model.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt])
-    with torch.no_grad():  # with its cache, transformers forgets limits of Mamba's dt
-        whole = model.generate(ids, do_sample=False, max_new_tokens=ANSWER_TOKENS, use_cache=False)
-    answer: list[int] = whole[0, len(prompt) :].tolist()
-    assert len(answer) == ANSWER_TOKENS
-    return answer
+def _answer(outputs: Sequence[Output], index: int) -> list[int]:
+    """The tokens of request `index`."""
+    own = [output for output in outputs if output.request_id == str(index)]
+    return [token_id for output in own for token_id in output.token_ids]
 
 
 def _logprobs(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
@@ -183,18 +188,19 @@ def _request(
     prompt_logprobs: int | None = None,
 ) -> Request:
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=ANSWER_TOKENS, logprobs=TOP, prompt_logprobs=prompt_logprobs
+        temperature=0.0,
+        max_tokens=ANSWER_TOKENS,
+        ignore_eos=True,
+        logprobs=TOP,
+        prompt_logprobs=prompt_logprobs,
     )
     return a_request(prompt, name=str(index), sampling=sampling, salt=salt)
 
 
-def _check(
-    mode: str, outputs: Sequence[Output], expected: Sequence[Expected], first: int = 0
-) -> None:
-    """`first` is the number of the first request in `expected`."""
-    for index, each in enumerate(expected, first):
+def _check(mode: str, outputs: Sequence[Output], expected: Sequence[Expected]) -> None:
+    for index, each in enumerate(expected):
         own = [output for output in outputs if output.request_id == str(index)]
-        answer = [token_id for output in own for token_id in output.token_ids]
+        answer = _answer(own, index)
         assert answer == each.answer, f"{mode}: answer {index}"
         records = [record for output in own for record in output.logprobs]
         assert len(records) == len(answer)

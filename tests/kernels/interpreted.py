@@ -45,7 +45,19 @@ def run_interpreted(folder: Path, names: Iterable[str], which: str) -> None:
     draw = ["-p", "tests.kernels.drawn"] if which != "slow" and is_recorded(folder.name) else []
     files = [str(folder / name) for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *draw, "-m", which, *files],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:schemathesis",
+            *draw,
+            "-m",
+            which,
+            *files,
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -566,7 +566,6 @@ while True:
 """
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("delay_ms", [0, 3, 11, 29, 53])
 def test_kill_9_keeps_committed_pages(tmp_path: Path, delay_ms: int) -> None:
     """At any moment, all pages that were flushed and not replaced are readable and right."""

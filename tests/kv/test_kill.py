@@ -32,7 +32,6 @@ while True:
 """
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("delay_ms", [0, 17, 61])
 def test_an_engine_killed_while_it_saves_leaves_an_undamaged_store(
     tmp_path: Path, delay_ms: int

@@ -212,7 +212,9 @@ class _Driver:
 
 
 @pytest.mark.parametrize("stack", range(4), ids=["host", "disk", "remote", "both"])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [*range(16), *(pytest.param(n, marks=pytest.mark.slow) for n in range(16, 60))]
+)
 def test_bytes_and_policy_agree(seed: int, stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver(seed, stack, monkeypatch)
     for _ in range(150):

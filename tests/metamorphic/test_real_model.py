@@ -26,7 +26,7 @@ QUICK = {
     "xquad10-0-q1",
     "pride_and_prejudice-9",  # plain text that shares nothing
 }
-QUICK_TOKENS = 20  # every answer crosses into another page of 16
+QUICK_TOKENS = 12  # most answers cross into another page of 16
 ALL_TOKENS = 64
 LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes with one thread on an idle core
 
@@ -150,7 +150,7 @@ def test_answers_are_equal_alone_and_batched_warm_and_cold(
     for prompt, expected in zip(asked.prompts, batched, strict=True):
         cold = llm.generate(prompt, asked.params, use_tqdm=False)[0].outputs[0].token_ids
         assert_same_or_tied(oracle, prompt, expected, cold)
-    for prompt, expected in list(zip(asked.prompts, batched, strict=True))[:4]:
+    for prompt, expected in list(zip(asked.prompts, batched, strict=True))[:2]:
         output = llm.generate(prompt, asked.params, use_tqdm=False)[0]
         assert output.num_cached_tokens >= (len(prompt) - 1) // 16 * 16
         assert_same_or_tied(oracle, prompt, expected, output.outputs[0].token_ids)

@@ -116,7 +116,7 @@ def test_more_sequences_with_rows_run_than_there_are_slots_for_states() -> None:
 
 
 @pytest.mark.parametrize("num_states", [1, 2, 3, 5])
-@pytest.mark.parametrize("max_tokens", [4, 60])
+@pytest.mark.parametrize("max_tokens", [4, 30, pytest.param(60, marks=pytest.mark.slow)])
 def test_few_slots_for_states_lose_no_answer(num_states: int, max_tokens: int) -> None:
     runner = a_runner(num_states)
     engine = an_engine_with_rows(runner, num_states, num_rows=16)

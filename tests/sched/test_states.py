@@ -34,7 +34,7 @@ def starts(engine: Engine, requests: list[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 8192])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_prompts_that_part_in_a_page_start_where_they_part(chunk_tokens: int, seed: int) -> None:
     """64 prompts in 8 groups, each with 1,500 shared and 700 own tokens, in any order: 1,500 is in
     the middle of a page."""

@@ -114,7 +114,7 @@ def test_a_division_has_room_for_a_window_and_a_chunk(kv_tokens: int, expected: 
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])
-@pytest.mark.parametrize("spare", [0, 4, 40])
+@pytest.mark.parametrize("spare", [0, 4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [1, 4, 9, 50])
 def test_few_parts_lose_no_answer(window: int, spare: int, *, can_overlap: bool) -> None:
     rng = np.random.default_rng(window + spare)

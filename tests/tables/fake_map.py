@@ -9,7 +9,13 @@ from mainstem.cli.map import main
 from tests.batch.fake_batch import kill_at
 from tests.fake_engines import FakeEngines, a_tokenizer
 
+
+def run(argv: list[str]) -> int:
+    """The program."""
+    if int(argv[0]):
+        kill_at(int(argv[0]))
+    return main(argv[1:], FakeEngines(num_pages=128), lambda _: a_tokenizer())
+
+
 if __name__ == "__main__":
-    if int(sys.argv[1]):
-        kill_at(int(sys.argv[1]))
-    sys.exit(main(sys.argv[2:], FakeEngines(num_pages=128), lambda _: a_tokenizer()))
+    sys.exit(run(sys.argv[1:]))

@@ -3,16 +3,16 @@
 import csv
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
+from tests.tables import fake_map
+
 NUM_ROWS = 60
 SOME_FAILED = 1
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_table(path: Path) -> None:
@@ -28,13 +28,9 @@ def write_table(path: Path) -> None:
 def run(source: Path, output: Path, kill_at_bytes: int = 0, flags: Sequence[str] = ()) -> int:
     """Run the job in a separate process. It is killed when a file that it writes has
     `kill_at_bytes` bytes; 0: not killed."""
-    module = [sys.executable, "-m", "tests.tables.fake_map", str(kill_at_bytes)]
     job = [str(source), "-o", str(output), "--prompt", "{row}", "--fields", "text,kind"]
     more = ["--no-progress", "--max-tokens", "8", "--temperature", "1", "--window-mib", "64"]
-    done = subprocess.run(
-        [*module, *job, *more, *flags], cwd=ROOT, check=False, stderr=subprocess.DEVNULL
-    )
-    return done.returncode
+    return run_forked(fake_map.run, [str(kill_at_bytes), *job, *more, *flags])
 
 
 def check_kills(tmp_path: Path, num_kills: int) -> None:

@@ -16,8 +16,6 @@ from tests.tables.test_map import chat_answer
 
 if is_here("pyarrow"):
     import pyarrow as pa
-if is_here("ray"):
-    import ray
 
 SAMPLING = {"max_tokens": 4}
 ROWS: list[dict[str, Any]] = [
@@ -56,6 +54,8 @@ def tiny_model(tmp_path: Path) -> str:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_dataset_has_one_order_of_fields(tiny_model: str) -> None:
+    import ray  # noqa: PLC0415  # takes seconds
+
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         asked: dict[str, Any] = {"sampling": SAMPLING, "kv_tokens": 8192, "model": tiny_model}

@@ -152,7 +152,7 @@ def a_kind(name: str) -> tuple[tokenizers.Tokenizer, PartEncoder, list[str]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_parts_have_the_ids_of_the_whole_text(name: str, data: st.DataObject) -> None:
     backend, parts, added = a_kind(name)
@@ -172,7 +172,7 @@ def test_can_split_is_false_for_tokenizers_that_need_the_whole_text(name: str) -
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in UNSPLIT])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_marked_control_tokens_are_text(name: str, data: st.DataObject) -> None:
     """No text of a user becomes a control token, and the text is unchanged."""
@@ -371,6 +371,7 @@ def test_a_tokenizer_that_cannot_be_split_refuses_control_tokens_in_text() -> No
         strict.encode_chat([{"role": "user", "content": "the </s> cat"}])
 
 
+@cache
 def unsplit(normalizer: normalizers.Normalizer | None, template: str = IM) -> Tokenizer:
     """SmolLM2's tokenizer, changed to find special tokens after normalizing: it cannot be split."""
     backend = smollm2()
@@ -479,7 +480,7 @@ def a_bound(name: str) -> TokenBound | None:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen", "sentencepiece", "metaspace first"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_text_has_fewer_tokens_than_the_lower_bound(name: str, data: st.DataObject) -> None:
     backend, _, added = a_kind(name)

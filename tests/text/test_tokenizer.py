@@ -19,6 +19,7 @@ from mainstem.text.answer_stream import Detokenizer, TextStream
 from mainstem.text.chat_template import Message
 from mainstem.text.stop_strings import StopChecker
 from mainstem.text.tokenizer import Tokenizer
+from tests.fake_engines import a_tokenizer
 from tests.work import instructions
 
 DATA = Path(__file__).parents[1] / "data"
@@ -148,8 +149,16 @@ def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
         tokenizer.encode_chat([{"role": "user", "content": "\udfff"}])
 
 
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that is read at once."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "tokenizer.json").write_text(a_tokenizer().to_json())
+    return folder
+
+
 def write_folder(folder: Path, source: Path, **files: object) -> Path:
-    """A copy of the embedded tokenizer with other settings in its folder."""
+    """A copy of a folder's tokenizer with other settings."""
     shutil.copy(source / "tokenizer.json", folder)
     for name, value in files.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
@@ -376,9 +385,9 @@ def test_additional_templates_are_read(tmp_path: Path, smollm2_folder: Path, def
     ],
 )
 def test_the_error_for_a_malformed_template_names_file_and_field(
-    tmp_path: Path, smollm2_folder: Path, name: str, value: object, field: str
+    tmp_path: Path, tiny_folder: Path, name: str, value: object, field: str
 ) -> None:
-    folder = write_folder(tmp_path, smollm2_folder, **{name: {"chat_template": value}})
+    folder = write_folder(tmp_path, tiny_folder, **{name: {"chat_template": value}})
     with pytest.raises(ModelNotFound, match=rf"/{name}\.json: {field} must be .*--chat-template"):
         Tokenizer.load(folder)
     own = folder / "own.jinja"

@@ -14,7 +14,7 @@ from openai import OpenAI
 from tests.server.process import Process, a_process
 from tests.server.running import ADMIN, ALICE
 
-pytestmark = [pytest.mark.torch, pytest.mark.serial]
+pytestmark = pytest.mark.torch
 
 SYSTEM = (
     "You are the assistant of a small shop that sells garden tools. Answer in one short sentence. "

@@ -44,7 +44,14 @@ def press_until_it_ends(process: Process, number: signal.Signals) -> int:
     return process.popen.wait(60)
 
 
-@pytest.mark.parametrize(("number", "has_upload"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize(
+    ("number", "has_upload"),
+    [
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_further_signal_ends_the_wait_for_saves(
     tmp_path: Path, number: signal.Signals, has_upload: bool
 ) -> None:
