@@ -1,5 +1,5 @@
-"""`mainstem bench recurrent`: decodes of one layer of the gated delta rule on a GPU, with rows
-beside states that siblings share, each case checked before it is timed.
+"""`mainstem bench recurrent`: one layer of the gated delta rule on a GPU, each case checked before
+it is timed: decodes with rows beside states that siblings share, and prompts (`recurrent_prompts`).
 
 A time is the median of replays of a CUDA graph with a cold L2 cache, in the form that an engine
 replays: padding, folds and plain decodes are possible. The floor is the time to move, once,
@@ -15,7 +15,9 @@ fold to the next.
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from mainstem.kernels.recurrent.segments import Segments
 from mainstem.plan.cost import H200
 from mainstem_bench.kernel import Bench as AttentionBench
 from mainstem_bench.kernel import fingerprint, require_card
+from mainstem_bench.recurrent_prompts import PROMPT_CASES, PROMPT_SHAPES, prompt_line
 
 KEY_HEADS, HEADS, DIM = 16, 48, 128
 DTYPE = torch.bfloat16
@@ -271,23 +274,37 @@ def main(args: list[str]) -> int:
     parser = Parser(prog="mainstem bench recurrent")
     parser.add_argument("--seed", type=int, default=0, help="of the random mixes")
     parser.add_argument("--mixes", type=int, default=MIXES, help="how many random mixes")
+    parser.add_argument("--only", choices=("decodes", "prompts"), help="default: both")
     chosen = parser.parse_args(args)
     require_card()
-    bench, status = Bench(), 0
-    cases = [siblings(256, 16, rows) for rows in (8, 32, 63)]
-    lines = [case_line(bench, case) for case in cases]
-    plain = Case("256 sequences, a state each, no rows", ((0,),) * 256, is_plain=True)
-    lines.append(case_line(bench, plain))
-    name = f"256 sequences, nothing shared, a fold after {FOLD_AFTER} tokens"
-    lines.append(mean_line(bench, name, own_steps(256, FOLD_AFTER), OWN_SHARE, 0.0))
-    mixes = random_mixes(chosen.mixes, chosen.seed)
-    if mixes:
-        name = f"{chosen.mixes} random mixes, seed {chosen.seed}"
-        lines.append(mean_line(bench, name, mixes, MIX_SHARE, FIXED_US))
-    for line in lines:
+    status = 0
+    for line in chain(
+        [] if chosen.only == "prompts" else decode_lines(chosen.mixes, chosen.seed),
+        [] if chosen.only == "decodes" else prompt_lines(),
+    ):
         status |= not line["is_within_bar"]
         print(json.dumps({**line, **fingerprint()}), flush=True)
     return status
+
+
+def decode_lines(num_mixes: int, seed: int) -> Iterator[dict[str, object]]:
+    bench = Bench()
+    for rows in (8, 32, 63):
+        yield case_line(bench, siblings(256, 16, rows))
+    plain = Case("256 sequences, a state each, no rows", ((0,),) * 256, is_plain=True)
+    yield case_line(bench, plain)
+    name = f"256 sequences, nothing shared, a fold after {FOLD_AFTER} tokens"
+    yield mean_line(bench, name, own_steps(256, FOLD_AFTER), OWN_SHARE, 0.0)
+    if mixes := random_mixes(num_mixes, seed):
+        name = f"{num_mixes} random mixes, seed {seed}"
+        yield mean_line(bench, name, mixes, MIX_SHARE, FIXED_US)
+
+
+def prompt_lines() -> Iterator[dict[str, object]]:
+    clock = AttentionBench()
+    for shape in PROMPT_SHAPES:
+        for case in PROMPT_CASES:
+            yield prompt_line(clock, shape, case)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 pytest.importorskip("triton")
 
 from mainstem_bench.recurrent import Case, Measured, mean_line, own_steps, random_mixes, siblings
+from mainstem_bench.recurrent_prompts import PROMPT_CASES, by_kernel_us, delta_spec, limit_us
 
 pytestmark = pytest.mark.torch
 
@@ -48,3 +49,18 @@ def test_steps_in_a_row_are_judged_by_their_sum_and_mixes_one_by_one() -> None:
     floors = [step.floor_us for step in steps]
     assert line["share"] == round((floors[0] + 2 * floors[1]) / sum(floors), 2)
     assert line["is_within_bar"] is False
+
+
+def test_the_limit_of_prompts_is_the_arithmetic_of_two_products() -> None:
+    # 27B: 10,240 convolved columns, a gate of 6,144 and two numbers for each of 48 heads
+    columns = 10_240 + 6_144 + 96
+    flops = 2 * 4_096 * 5_120 * (columns + 6_144)
+    found = limit_us(delta_spec("qwen36-27b"), 5_120, 4_096)
+    assert found == pytest.approx(1e6 * flops / 666e12)
+    assert [sum(case.lengths) for case in PROMPT_CASES] == [4_096, 4_096, 4_024]
+
+
+def test_times_of_our_kernels_are_told_apart() -> None:
+    spent = [("_delta_pass_kernel", 30.0), ("nvjet_128x256", 70.0), ("_delta_pass_kernel", 34.0),
+             ("nvjet_128x256", 80.0), ("Memset (Device)", 2.0)]  # fmt: skip
+    assert by_kernel_us(spent, 2) == {"gemm x1": 76.0, "delta_pass x1": 32.0}

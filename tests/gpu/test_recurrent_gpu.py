@@ -22,6 +22,7 @@ from tests.kernels.recurrent import (
     a_step,
     assert_as_reference,
     assert_rows_as_reference,
+    assert_same,
     cut_otherwise,
     graph_step,
     with_rows,
@@ -137,3 +138,18 @@ def test_rows_of_heads_of_all_kinds(shape: Shape, dtype: torch.dtype) -> None:
             make(a_step(*parts, *long, num_decodes=8), dtype, shape), shape, 144, dtype
         )
         assert_rows_as_reference(case, OnCard(), TRITON_TOLERANCE)
+
+
+def test_a_prompt_has_the_same_bits_alone_and_among_short_ones() -> None:
+    """Which loads are ahead depends on how long the sequences of a step are on average."""
+    long, shorts = Part((600,), -1, (8,)), [Part((3,), -1, (slot,)) for slot in range(9, 24)]
+    among = a_delta_rule(a_step(long, *shorts), torch.bfloat16, Shape(1, 2, 128, 128))
+    inputs = {name: among.args[name] for name in ("q", "k", "v", "a", "b")}
+    own = {name: part[:600] for name, part in inputs.items() if isinstance(part, Tensor)}
+    alone = replace(
+        among, args={**among.args, **own, "segments": a_step(long)}, out_shape=(600, 2, 128)
+    )
+    out, states = among.run(OnCard())
+    own_out, own_states = alone.run(OnCard())
+    assert_same(out[:600], own_out)
+    assert_same(states[8], own_states[8])

@@ -88,6 +88,8 @@ from mainstem.kernels.recurrent.delta import (
     _delta_serial_kernel,
     _delta_solve_kernel,
     pass_columns,
+    pass_options_of,
+    solve_options_of,
 )
 from mainstem.kernels.recurrent.gated_norm import _gated_norm_kernel
 from mainstem.kernels.recurrent.rows import SIBLINGS
@@ -560,7 +562,7 @@ def _recurrent_jobs(target: str) -> Iterator[Job]:
         no_bias = _nothing("bias_ptr", *OF_ROWS) if kernel == 4 else {}
         for taken, sizes in (
             (_convolve_decode_kernel, {"BLOCK": 512}),
-            (_convolve_kernel, {"TOKENS": 16, "BLOCK": 128}),
+            (_convolve_kernel, {"TOKENS": 32, "STEP": 8, "BLOCK": 512}),
         ):
             yield Job(taken, _known(taken, {**taps, **no_bias, **sizes}))
     for gate_first, group, groups in ((False, 128, 16), (True, 8192, 1)):
@@ -586,6 +588,7 @@ def _state_jobs(
     """Delta rule and scan, with elements of `size` bytes: kernel, constants, types, options."""
     overlaps, lanes, warps = {"OVERLAPS": dots["OVERLAPS"]}, lanes_of(dim), {"num_warps": 4}
     tiles, factors = tile_options(dim, size, is_hopper), {"factors_ptr": "*fp32"}
+    part = "*bf16" if size == 2 else "*fp32"
     no_rows: dict[str, object] = {}
     keys: dict[str, str] = {}
     if dim == 128:
@@ -604,13 +607,16 @@ def _state_jobs(
             types,
             {"num_warps": 2} if keys else warps,
         )
-    solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
-    alone = {"num_warps": 4 if size == 2 else 8, "num_stages": 1}
-    solve = _known(_delta_solve_kernel, {**solve, **no_rows})
-    yield _delta_solve_kernel, solve, {**factors, **keys}, alone
-    columns: dict[str, object] = {"K_LANES": lanes, "BLOCK_V": pass_columns(dim, size)}
-    passed = _known(_delta_pass_kernel, {**delta, **dots, **columns, **no_rows})
-    yield _delta_pass_kernel, passed, factors, tiles
+    delta |= {"K_LANES": lanes, "V_LANES": lanes}
+    for kernel, options in (
+        (_delta_solve_kernel, solve_options_of(lanes, lanes, size)),
+        (_delta_pass_kernel, pass_options_of(dim, size, is_hopper, is_long=True)),
+        (_delta_pass_kernel, pass_options_of(dim, size, is_hopper, is_long=False)),
+    ):
+        sizes = {**delta, **dots, "BLOCK_V": pass_columns(dim, size), **no_rows, **options}
+        launch = {name: options[name] for name in options if name not in kernel.arg_names}
+        types = {**factors, **keys} if "keys_ptr" in kernel.arg_names else factors
+        yield kernel, _known(kernel, sizes), {**types, "parts_ptr": part}, launch
     scan = {"GROUP": 16, "N": dim, "P": 64, "N_LANES": lanes}
     for kernel in (_scan_decode_kernel, _scan_serial_kernel):
         sizes = {**scan, **overlaps, "HEADS": 64, "BLOCK_P": 32}

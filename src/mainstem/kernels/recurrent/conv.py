@@ -1,4 +1,5 @@
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
+# mypy: no-warn-unreachable
 # ruff: noqa: PLR0917
 """Causal convolutions of single channels over up to 4 tokens, as Triton kernels. A sequence's first
 tokens need inputs of the last step, which are in a slot; after each segment the last inputs are
@@ -16,14 +17,14 @@ from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 from mainstem.kernels.recurrent.blocks import (
     DTYPES,
-    read_state,
     read_state_or_rows,
     write_state_or_rows,
 )
 from mainstem.kernels.recurrent.rows import LayerRows
 from mainstem.kernels.recurrent.segments import Segments
 
-TILE_TOKENS, TILE_CHANNELS = 16, 128  # of programs that are no decodes
+TILE_TOKENS, TILE_CHANNELS = 32, 512  # of programs that are no decodes
+STEP_TOKENS = 8  # whose inputs are loaded at a time
 DECODE_CHANNELS = 512
 KERNELS = (2, 3, 4)
 
@@ -145,43 +146,32 @@ def _convolve_kernel(
     x_ptr, weight_ptr, bias_ptr, conv_ptr, row_conv_ptr, out_ptr,
     starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr, row_slots_ptr,
     size, first_seq, stride_x, stride_slot, stride_row_slot, stride_out,
-    KERNEL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    KERNEL: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per TOKENS tokens of a sequence and BLOCK channels."""
+    """One program per TOKENS tokens of a sequence and BLOCK channels. It goes from token to token
+    with the last inputs in registers, and loads those of STEP tokens at a time."""
     tile = tl.program_id(0)
     seq = first_seq + tl.program_id(1)
     channels = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channels < size
     bias = _bias_of(bias_ptr, channels, is_channel)
+    weights = ()
+    for tap in tl.static_range(KERNEL):
+        weight = tl.load(weight_ptr + channels * KERNEL + tap, mask=is_channel, other=0.0)
+        weights += (weight.to(tl.float32),)
     wait_for_ahead(OVERLAPS)
     segment = tl.load(seq_segments_ptr + seq)
     end_segment = tl.load(seq_segments_ptr + seq + 1)
     begin = tl.load(starts_ptr + segment)
     tokens = tl.load(starts_ptr + end_segment) - begin
     if tile * TOKENS < tokens:
-        slot = tl.load(reads_ptr + seq)
-        rows = tile * TOKENS + tl.arange(0, TOKENS)
-        is_cell = (rows < tokens)[:, None] & is_channel[None, :]
-        total = tl.zeros([TOKENS, BLOCK], tl.float32) + bias[None, :]
-        for tap in tl.static_range(KERNEL):
-            weight = tl.load(weight_ptr + channels * KERNEL + tap, mask=is_channel, other=0.0)
-            source = rows - (KERNEL - 1) + tap  # the token, or before this step if negative
-            is_new = (source >= 0)[:, None]
-            new_ptrs = x_ptr + (begin + source).to(tl.int64)[:, None] * stride_x + channels[None, :]
-            value = tl.load(new_ptrs, mask=is_cell & is_new, other=0.0).to(tl.float32)
-            if tap < KERNEL - 1:
-                is_old = is_cell & (source < 0)[:, None]
-                cells = (source + (KERNEL - 1))[:, None] * size + channels[None, :]
-                old = read_state(conv_ptr, slot, cells, is_old, stride_slot)
-                value += old.to(tl.float32)
-            total += value * weight.to(tl.float32)[None, :]
-        if ACTIVATION:
-            total = total * tl.sigmoid(total)
-        out_ptrs = out_ptr + (begin + rows).to(tl.int64)[:, None] * stride_out + channels[None, :]
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_cell)
+        first_token = (begin + tile * TOKENS).to(tl.int64)
+        x_ptrs = x_ptr + first_token * stride_x + channels
+        out_ptrs = out_ptr + first_token * stride_out + channels
         if tile == 0:
-            _, second, third = _old_inputs(
+            slot = tl.load(reads_ptr + seq)
+            first, second, third = _old_inputs(
                 conv_ptr, slot, None, -1, channels, is_channel, stride_slot,
                 stride_row_slot, size, KERNEL,
             )  # fmt: skip
@@ -191,6 +181,37 @@ def _convolve_kernel(
                 writes_ptr, segment, end_segment, begin, second, third, channels, is_channel,
                 stride_x, stride_slot, stride_row_slot, size, KERNEL,
             )  # fmt: skip
+        else:
+            last = x_ptrs - (KERNEL - 1) * stride_x
+            first = tl.load(last, mask=is_channel, other=0.0)
+            second = tl.load(last + (KERNEL > 2) * stride_x, mask=is_channel, other=0.0)
+            third = tl.load(last + (KERNEL > 3) * 2 * stride_x, mask=is_channel, other=0.0)
+        first, second, third = first.to(tl.float32), second.to(tl.float32), third.to(tl.float32)
+        num_rows = min(TOKENS, tokens - tile * TOKENS)
+        for row in range(0, num_rows, STEP):
+            new = ()
+            for index in tl.static_range(STEP):
+                is_new = is_channel & (channels * 0 + (row + index) < num_rows)
+                new += (tl.load(x_ptrs + (row + index) * stride_x, mask=is_new, other=0.0),)
+            for index in tl.static_range(STEP):
+                x = new[index].to(tl.float32)  # type: ignore[var-annotated]
+                total = bias + first * weights[0]
+                if KERNEL > 2:
+                    total += second * weights[1]
+                if KERNEL > 3:
+                    total += third * weights[2]
+                total += x * weights[KERNEL - 1]
+                if KERNEL == 2:
+                    first = x
+                elif KERNEL == 3:
+                    first, second = second, x
+                else:
+                    first, second, third = second, third, x
+                if ACTIVATION:
+                    total = total * tl.sigmoid(total)
+                is_new = is_channel & (channels * 0 + (row + index) < num_rows)
+                to = out_ptrs + (row + index) * stride_out
+                tl.store(to, total.to(out_ptr.dtype.element_ty), mask=is_new)
 
 
 def convolve(
@@ -234,7 +255,7 @@ def convolve(
             x, weight, bias, conv, row_conv, out,
             segments.starts, segments.writes, segments.seq_segments, segments.reads, row_slots,
             size, segments.num_decodes, x.stride(0), conv.stride(0), row_stride, out.stride(0),
-            TOKENS=TILE_TOKENS, BLOCK=TILE_CHANNELS, **options,
+            TOKENS=TILE_TOKENS, STEP=STEP_TOKENS, BLOCK=TILE_CHANNELS, **options,
         )  # fmt: skip
 
 

@@ -9,12 +9,16 @@ and S the state before the tile:
     o_i = G_i q_i^T S + sum_{j<=i} (G_i/G_j) (q_i . k_j) u_j
     S'  = G_n S + sum_j (G_n/G_j) k_j u_j^T
 
-The first line is a triangular system (1 + A) u = beta (v - G k^T S). One kernel inverts 1 + A, for
-all tiles in parallel, and writes u's part without S (`own`), what is to be multiplied by S
-(`of_state`), and the weights of the second line's sum (`scores`). Another kernel then goes from
-tile to tile with some columns of S in registers. The tokens of a prompt may become rows
-(`rows.py`): the first kernel writes the keys, the other one u and the sums of logarithms. Decodes
-with rows are in `siblings.py`.
+The first line is a triangular system (1 + A) u = beta (v - G k^T S). With T = (1 + A)^-1, B the
+diagonal matrix of beta, and P the weights of the second line's sum:
+
+    u = T B v - (T B G k^T) S
+    o = P T B v + (G q^T - P T B G k^T) S
+
+One kernel computes what is here without S, for all tiles in parallel: the *parts* of a tile.
+Another kernel then goes from tile to tile with some columns of S in registers: two products a tile,
+one for u and o, one for S'. The tokens of a prompt may become rows (`rows.py`): the first kernel
+writes the keys, the other one u and the sums of logarithms. Decodes with rows are in `siblings.py`.
 """
 
 import torch
@@ -39,7 +43,6 @@ from mainstem.kernels.recurrent.blocks import (
     read_state,
     rows_of,
     softplus,
-    tile_options,
     write_rows,
     write_state,
 )
@@ -55,8 +58,10 @@ from mainstem.kernels.recurrent.siblings import (
 )
 
 DECODE_COLUMNS = 32
+LONG_TILES = 4  # of a sequence, on average
 SMALL = tl.constexpr(16)  # rows of blocks that are inverted row by row
 EPS = tl.constexpr(1e-6)
+LOG2_E = tl.constexpr(1.4426950408889634)
 # what may differ between launches for the same model; see `OF_SEGMENTS`
 OF_STEP = (
     *OF_SEGMENTS, "q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr",
@@ -199,9 +204,11 @@ def _delta_serial_kernel(
 def _inverse(lower, TILE: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of 1 + lower, a strictly lower triangular matrix [TILE, TILE] in fp32.
 
-    Blocks on the diagonal are inverted row by row, all at the same time. With X their inverses and
-    N the rest of `lower`, 1 + lower = X^-1 (1 + X N). There are 4 blocks, so (X N)^4 = 0 and the
-    inverse is (1 - X N) (1 + (X N)^2) X.
+    Blocks on the diagonal are inverted first, all at the same time, those of 2 rows, then of 4, 8
+    and 16: with X the inverses of blocks of one size and N what is between two of them, those of
+    twice the size are X - X N X. With X the inverses of SMALL rows and N the rest of `lower`,
+    1 + lower = X^-1 (1 + X N). There are 4 blocks, so (X N)^4 = 0 and the inverse is
+    (1 - X N) (1 + (X N)^2) X.
     """
     BLOCKS: tl.constexpr = TILE // SMALL
     ids = tl.arange(0, TILE)
@@ -210,45 +217,46 @@ def _inverse(lower, TILE: tl.constexpr, PRECISION: tl.constexpr):
     near = tl.sum(near, 2)  # [blocks, rows, columns]
     small = tl.arange(0, SMALL)
     one = (small[:, None] == small[None, :]).to(tl.float32)
-    found = tl.zeros([BLOCKS, SMALL, SMALL], tl.float32) + one[None, :, :]
-    for row in range(1, SMALL):
-        is_row = (small == row)[None, :, None]
-        weights = tl.sum(tl.where(is_row, near, 0.0), 1)  # [blocks, columns]
-        new = tl.sum(weights[:, :, None] * found, 1)
-        found = tl.where(is_row, found - new[:, None, :], found)
+    is_pair = (small // 2)[:, None] == (small // 2)[None, :]
+    found = one[None, :, :] - tl.where(is_pair[None, :, :], near, 0.0)
+    for level in tl.static_range(1, 4):  # blocks of 2, 4 and 8 rows
+        is_same = (small >> level)[:, None] == (small >> level)[None, :]
+        is_next = (small >> (level + 1))[:, None] == (small >> (level + 1))[None, :]
+        between = tl.where((is_next & (is_same == 0))[None, :, :], near, 0.0)
+        right = tl.dot(between, found, input_precision=PRECISION)
+        found -= tl.dot(found, right, input_precision=PRECISION)
     wide = tl.broadcast_to(found[:, :, None, :], [BLOCKS, SMALL, BLOCKS, SMALL])
     blocks = tl.where(is_near, tl.reshape(wide, [TILE, TILE]), 0.0)
-    far = tl.where(is_near, 0.0, lower)
+    # all factors are below 2^14; fp16 keeps as many digits as TF32, and moves half the bytes
+    element: tl.constexpr = tl.float16 if PRECISION == "tf32" else tl.float32
+    blocks, far = blocks.to(element), tl.where(is_near, 0.0, lower).to(element)
     step = tl.dot(blocks, far, input_precision=PRECISION)
     whole = (ids[:, None] == ids[None, :]).to(tl.float32)
-    square = tl.dot(step, step, input_precision=PRECISION)
-    powers = whole - step + square - tl.dot(step, square, input_precision=PRECISION)
-    return tl.dot(powers, blocks, input_precision=PRECISION)
+    half = step.to(element)
+    square = tl.dot(half, half, input_precision=PRECISION)
+    powers = whole - step + square
+    powers -= tl.dot(half, square.to(element), input_precision=PRECISION)
+    return tl.dot(powers.to(element), blocks, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=("first_token", "num_rows"))
+@triton.jit(do_not_specialize=("first_tile",))
 def _delta_solve_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, tile_starts_ptr, tile_ends_ptr,
-    own_ptr, of_state_ptr, scores_ptr, factors_ptr, keys_ptr, row_slots_ptr, first_rows_ptr,
-    stride_q, stride_k, stride_v, stride_a, stride_b, stride_keys, room, first_token, num_rows,
-    scale,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    parts_ptr, factors_ptr, keys_ptr, row_slots_ptr, first_rows_ptr,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_keys, room, first_tile, scale,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
+    V_LANES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile and value head.
-
-    Rows of the outputs are tokens from `first_token` on: own [rows, heads, V], of_state [rows,
-    heads, K], scores [rows, heads, TILE]; factors [3, rows, heads] in fp32 are to be multiplied by
-    the queries, by the keys, and by the state before the tile. If there are row slots, keys are
-    stored there, and factors has the logarithms of decays from the tile's start, too."""
+    """One program per tile and value head. It stores the parts of the tile: what S is multiplied by
+    for u, then for o, [2 * TILE, K_LANES]; after that the rest of u and o, transposed,
+    [V_LANES, 2 * TILE]; in fp32 what keys are to be multiplied by, and the logarithms of decays
+    from the tile's start, [2, TILE]. If there are row slots, keys are stored there."""
+    tile = first_tile + tl.program_id(0)
     head, heads = tl.program_id(1), tl.num_programs(1)
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     wait_for_ahead(OVERLAPS)
-    start, end = (
-        tl.load(tile_starts_ptr + tl.program_id(0)),
-        tl.load(tile_ends_ptr + tl.program_id(0)),
-    )
+    start, end = tl.load(tile_starts_ptr + tile), tl.load(tile_ends_ptr + tile)
     ids = tl.arange(0, TILE)
     is_row = ids < end - start
     tokens = (start + ids).to(tl.int64)
@@ -274,108 +282,130 @@ def _delta_solve_kernel(
         q_square += tl.sum(q_wide * q_wide, 1)
         k_square += tl.sum(k_wide * k_wide, 1)
     q_scale, k_scale = tl.rsqrt(q_square + EPS) * scale, tl.rsqrt(k_square + EPS)
-    between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * k_scale[None, :]
+    twos = total * LOG2_E
+    between = tl.exp2(tl.minimum(twos[:, None] - twos[None, :], 0.0)) * k_scale[None, :]
     scores = tl.where(ids[:, None] >= ids[None, :], scores * q_scale[:, None] * between, 0.0)
     lower = tl.where(ids[:, None] > ids[None, :], lower * (beta * k_scale)[:, None] * between, 0.0)
+    columns = tl.arange(0, BLOCK_V)
+    # values are read here, long before they are needed
+    v = rows_of(v_ptr + head * V, tokens, is_row, columns, stride_v, V)
     inverse = _inverse(lower, TILE, PRECISION)
+    seen = product(scores, inverse, element, PRECISION, UPCAST)
 
-    rows = (tokens - first_token) * heads + head
-    to = tl.exp(total)
-    factor_ptrs = factors_ptr + rows
-    plane = num_rows.to(tl.int64) * heads
-    tl.store(factor_ptrs, q_scale * to, mask=is_row)
-    after = tl.exp(tl.minimum(last - total, 0.0))
-    tl.store(factor_ptrs + plane, k_scale * after, mask=is_row)
-    tl.store(factor_ptrs + 2 * plane, tl.zeros_like(to) + tl.exp(last), mask=is_row)
+    number = (tl.program_id(0) * heads + head).to(tl.int64)
+    factor_ptrs = factors_ptr + number * (2 * TILE) + ids
+    tl.store(factor_ptrs, k_scale * tl.exp(tl.minimum(last - total, 0.0)))
+    tl.store(factor_ptrs + TILE, total)
     if row_slots_ptr is not None:
-        tl.store(factor_ptrs + 3 * plane, total, mask=is_row)
-        row_slot = tl.where(head % GROUP == 0, tl.load(row_slots_ptr + tl.program_id(0)), -1)
-        first_row = (head // GROUP) * room + tl.load(first_rows_ptr + tl.program_id(0))
+        row_slot = tl.where(head % GROUP == 0, tl.load(row_slots_ptr + tile), -1)
+        first_row = (head // GROUP) * room + tl.load(first_rows_ptr + tile)
         keys_ptr += row_slot.to(tl.int64) * stride_keys + first_row * K
-    scores_ptrs = scores_ptr + rows[:, None] * TILE + ids[None, :]
-    tl.store(scores_ptrs, scores.to(element), mask=is_row[:, None])
-    weights = inverse * beta[None, :]
-    for first in range(0, V, BLOCK_V):
-        columns = first + tl.arange(0, BLOCK_V)
-        v = rows_of(v_ptr + head * V, tokens, is_row, columns, stride_v, V)
-        own = product(weights, v, element, PRECISION, UPCAST)
-        own_ptrs = own_ptr + rows[:, None] * V + columns[None, :]
-        tl.store(own_ptrs, own.to(element), mask=is_row[:, None] & (columns < V)[None, :])
-    weights = inverse * (beta * k_scale * to)[None, :]
-    for first in range(0, K, BLOCK_K):
+    parts_ptr += number * (2 * TILE * (K_LANES + V_LANES))
+    inverse, seen = inverse.to(element), seen.to(element)
+    to = tl.exp(total)
+    for first in range(0, K_LANES, BLOCK_K):
         dims = first + tl.arange(0, BLOCK_K)
+        q = rows_of(q_ptr, tokens, is_row, dims, stride_q, K)
         k = rows_of(k_ptr, tokens, is_row, dims, stride_k, K)
-        of_state = product(weights, k, element, PRECISION, UPCAST)
-        state_ptrs = of_state_ptr + rows[:, None] * K + dims[None, :]
-        is_key = is_row[:, None] & (dims < K)[None, :]
-        tl.store(state_ptrs, of_state.to(element), mask=is_key)
+        normed = k.to(tl.float32) * k_scale[:, None]
+        scaled = normed * (beta * to)[:, None]
+        of_state = -product(inverse, scaled, element, PRECISION, UPCAST)
+        reader = q.to(tl.float32) * (q_scale * to)[:, None]
+        reader -= product(seen, scaled, element, PRECISION, UPCAST)
+        part_ptrs = parts_ptr + ids[:, None] * K_LANES + dims[None, :]
+        tl.store(part_ptrs, of_state.to(element))
+        tl.store(part_ptrs + TILE * K_LANES, reader.to(element))
         if row_slots_ptr is not None:
-            normed = (k.to(tl.float32) * k_scale[:, None]).to(element)
-            is_kept = is_key & (ids[:, None] * 0 <= row_slot)
-            tl.store(keys_ptr + ids[:, None] * K + dims[None, :], normed, mask=is_kept)
+            is_kept = is_row[:, None] & (dims < K)[None, :] & (ids[:, None] * 0 <= row_slot)
+            key_ptrs = keys_ptr + ids[:, None] * K + dims[None, :]
+            tl.store(key_ptrs, normed.to(element), mask=is_kept)
+    parts_ptr += 2 * TILE * K_LANES
+    for _ in range(0, V_LANES, BLOCK_V):
+        scaled = v.to(tl.float32) * beta[:, None]
+        v = rows_of(v_ptr + head * V, tokens, is_row, columns + BLOCK_V, stride_v, V)
+        own = product(inverse, scaled, element, PRECISION, UPCAST)
+        out = product(seen, scaled, element, PRECISION, UPCAST)
+        part_ptrs = parts_ptr + columns[:, None] * (2 * TILE) + ids[None, :]
+        tl.store(part_ptrs, tl.trans(own.to(element)))
+        tl.store(part_ptrs + TILE, tl.trans(out.to(element)))
+        columns += BLOCK_V
 
 
-@triton.jit(do_not_specialize=("first_token", "first_seq", "num_rows"))
+@triton.jit(do_not_specialize=("first_seq", "num_decodes", "first_tile"))
 def _delta_pass_kernel(
-    q_ptr, k_ptr, own_ptr, of_state_ptr, scores_ptr, factors_ptr, matrix_ptr, out_ptr,
+    k_ptr, parts_ptr, factors_ptr, matrix_ptr, out_ptr,
     tile_starts_ptr, tile_ends_ptr, tile_writes_ptr, seq_tiles_ptr, reads_ptr,
     values_ptr, sums_ptr, row_slots_ptr, first_rows_ptr,
-    stride_q, stride_k, stride_slot, stride_out, stride_values, stride_sums, room,
-    first_token, first_seq, num_rows,
+    stride_k, stride_slot, stride_out, stride_values, stride_sums, room,
+    first_seq, num_decodes, first_tile,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
-    BLOCK_V: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    V_LANES: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, value head and BLOCK_V columns of its state, tile by tile."""
+    """One program per sequence, value head and BLOCK_V columns of its state, tile by tile. States,
+    u and o are transposed: then one product is the first factor of the next without leaving its
+    registers."""
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head, heads = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
-    seq = tl.program_id(1)
+    seq = first_seq + tl.program_id(1)
     wait_for_ahead(OVERLAPS)
     ids, dims = tl.arange(0, TILE), tl.arange(0, K_LANES)
     columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    cells = head * K * V + dims[:, None] * V + columns[None, :]
-    is_cell = (dims < K)[:, None] & (columns < V)[None, :]
-    slot = tl.load(reads_ptr + first_seq + seq)
+    cells = head * K * V + dims[None, :] * V + columns[:, None]
+    is_cell = (dims < K)[None, :] & (columns < V)[:, None]
+    slot = tl.load(reads_ptr + num_decodes + seq)
     state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
 
-    element = q_ptr.dtype.element_ty
-    plane = num_rows.to(tl.int64) * heads
-    q_ptr += (head // GROUP) * K
+    element = k_ptr.dtype.element_ty
     k_ptr += (head // GROUP) * K
+    twice = tl.arange(0, 2 * TILE)
+    of_weights = twice[:, None] * K_LANES + dims[None, :]
+    of_rest = 2 * TILE * K_LANES + columns[:, None] * (2 * TILE) + twice[None, :]
+    size: tl.constexpr = 2 * TILE * (K_LANES + V_LANES)
     before = 0.0  # sum of logarithms, of rows
-    for tile in range(tl.load(seq_tiles_ptr + seq), tl.load(seq_tiles_ptr + seq + 1)):
-        start = tl.load(tile_starts_ptr + tile)
-        is_row = ids < tl.load(tile_ends_ptr + tile) - start
-        write = tl.load(tile_writes_ptr + tile)
+    tile, end_tile = tl.load(seq_tiles_ptr + seq), tl.load(seq_tiles_ptr + seq + 1)
+    start, end = tl.load(tile_starts_ptr + tile), tl.load(tile_ends_ptr + tile)
+    write = tl.load(tile_writes_ptr + tile)
+    number = ((tile - first_tile) * heads + head).to(tl.int64)
+    factors_ptr += number * (2 * TILE)
+    last = tl.load(factors_ptr + 2 * TILE - 1)
+    parts_ptr += number * size
+    # stages that are named here are those of all loads, not only of factors
+    for index in tl.range(tile, end_tile, num_stages=STAGES):
+        # numbers of the next tile are read while this one is computed
+        following = tl.minimum(index + 1, end_tile - 1)
+        next_start = tl.load(tile_starts_ptr + following)
+        next_end = tl.load(tile_ends_ptr + following)
+        next_write = tl.load(tile_writes_ptr + following)
+        step = ((index - tile) * heads).to(tl.int64)
+        next_step = ((following - tile) * heads).to(tl.int64)
+        next_last = tl.load(factors_ptr + next_step * (2 * TILE) + 2 * TILE - 1)
+        part_ptr = parts_ptr + step * size
+        factor_ptr = factors_ptr + step * (2 * TILE)
+        weights = tl.load(part_ptr + of_weights)
+        both = tl.load(part_ptr + of_rest).to(tl.float32)
+        both += product(state, tl.trans(weights), element, PRECISION, UPCAST)
+        u, out = tl.split(tl.permute(tl.reshape(both, [BLOCK_V, 2, TILE]), [0, 2, 1]))
         tokens = (start + ids).to(tl.int64)
-        rows = (tokens - first_token) * heads + head
-        old = state.to(element)
-        of_state = rows_of(of_state_ptr, rows, is_row, dims, K, K)
-        u = rows_of(own_ptr, rows, is_row, columns, V, V).to(tl.float32)
-        u -= product(of_state, old, element, PRECISION, UPCAST)
-        q = rows_of(q_ptr, tokens, is_row, dims, stride_q, K)
-        q_factor = tl.load(factors_ptr + rows, mask=is_row, other=0.0)
-        out = product(q, old, element, PRECISION, UPCAST) * q_factor[:, None]
-        scores = rows_of(scores_ptr, rows, is_row, ids, TILE, TILE)
-        out += product(scores, u, element, PRECISION, UPCAST)
-        out_ptrs = out_ptr + tokens[:, None] * stride_out + head * V + columns[None, :]
-        is_out = is_row[:, None] & (columns < V)[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_out)
+        is_row = ids < end - start
         k = rows_of(k_ptr, tokens, is_row, dims, stride_k, K)
-        k_factor = tl.load(factors_ptr + plane + rows, mask=is_row, other=0.0)
-        first_row = (start - first_token).to(tl.int64) * heads + head
-        state = state * tl.load(factors_ptr + 2 * plane + first_row)
-        state += product(tl.trans(k), u * k_factor[:, None], element, PRECISION, UPCAST)
+        k_factor = tl.load(factor_ptr + ids)
+        state = state * tl.exp(last)
+        state += product(u * k_factor[None, :], k, element, PRECISION, UPCAST)
+        out_ptrs = out_ptr + tokens[None, :] * stride_out + head * V + columns[:, None]
+        is_out = is_row[None, :] & (columns < V)[:, None]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_out)
         if write >= 0:
             write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
         if row_slots_ptr is not None:
-            total = tl.load(factors_ptr + 3 * plane + rows, mask=is_row, other=0.0)
+            total = tl.load(factor_ptr + TILE + ids)
             write_rows(
-                values_ptr, sums_ptr, tl.load(row_slots_ptr + tile), head,
-                tl.load(first_rows_ptr + tile) + ids, is_row, columns, u, before + total,
-                stride_values, stride_sums, room, V,
+                values_ptr, sums_ptr, tl.load(row_slots_ptr + index), head,
+                tl.load(first_rows_ptr + index) + ids, is_row, columns, tl.trans(u),
+                before + total, stride_values, stride_sums, room, V,
             )  # fmt: skip
-            before += tl.min(total, 0)
+            before += last
+        start, end, write, last = next_start, next_end, next_write, next_last
 
 
 def delta_rule(
@@ -447,7 +477,25 @@ def delta_rule(
 
 def pass_columns(value_dim: int, element_size: int) -> int:
     """The columns of a state in one program: states stay in registers."""
-    return min(lanes_of(value_dim), 32 if element_size == 2 else 16)
+    return min(lanes_of(value_dim), 64 if element_size == 2 else 16)
+
+
+def solve_options_of(key_lanes: int, value_lanes: int, element_size: int) -> dict[str, int]:
+    """Constants and launch options of the solves."""
+    options = {"BLOCK_K": min(key_lanes, 64), "BLOCK_V": min(value_lanes, 64), "num_stages": 1}
+    if element_size > 2:
+        return {**options, "num_warps": 8}
+    return {**options, "num_warps": 4, "maxnreg": 168}  # three programs on a multiprocessor
+
+
+def pass_options_of(
+    key_dim: int, element_size: int, is_large: bool, is_long: bool
+) -> dict[str, int]:
+    """Constants and launch options of the passes. Loads ahead take the shared memory of a second
+    program, which is worth it if sequences are long (`is_long`)."""
+    is_small = element_size == 2 and key_dim <= 128
+    stages = 3 if is_small and is_large and is_long else 1
+    return {"num_warps": 4 if is_small else 8, "num_stages": stages, "STAGES": stages}
 
 
 def _run_tiles(
@@ -462,32 +510,33 @@ def _run_tiles(
     """Compute all sequences but the decodes."""
     q, k, v, a, b = inputs
     heads, (key_dim, value_dim) = v.shape[1], (k.shape[2], v.shape[2])
-    first, num_rows = segments.num_decodes, len(q) - segments.num_decodes
-    own, of_state = (q.new_empty(num_rows, heads, dim) for dim in (value_dim, key_dim))
-    scores = q.new_empty(num_rows, heads, TILE)
+    key_lanes, value_lanes = lanes_of(key_dim), lanes_of(value_dim)
+    num_tiles = max(found.num_tiles for found in tiles.rounds)
+    parts = q.new_empty(num_tiles * heads * 2 * TILE * (key_lanes + value_lanes))
+    factors = torch.empty(num_tiles * heads * 2 * TILE, dtype=torch.float32, device=q.device)
     kept = KernelRows.of_tiles(tiles, rows)
-    num_factors = 3 if kept.slots is None else 4
-    factors = torch.empty(num_factors, num_rows, heads, dtype=torch.float32, device=q.device)
     common = {
-        "GROUP": heads // q.shape[1], "K": key_dim, "V": value_dim, "TILE": TILE,
+        "GROUP": heads // q.shape[1], "K": key_dim, "V": value_dim, "K_LANES": key_lanes,
+        "V_LANES": value_lanes, "TILE": TILE,
         **dot_options(q, key_dim, value_dim), **overlap_options(q.device),
     }  # fmt: skip
-    _delta_solve_kernel[(tiles.num_tiles, heads)](
-        q, k, v, a, b, *constants, tiles.starts, tiles.ends, own, of_state, scores, factors,
-        kept.keys, kept.slots, kept.firsts,
-        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), kept.stride_keys,
-        kept.room, first, num_rows, key_dim**-0.5,
-        BLOCK_K=min(lanes_of(key_dim), 64), BLOCK_V=min(lanes_of(value_dim), 64),
-        num_warps=4 if q.element_size() == 2 else 8, num_stages=1, **common,
-    )  # fmt: skip
-    block, is_large = pass_columns(value_dim, q.element_size()), has_large_memory(q.device)
-    grid = (heads * cdiv(value_dim, block), segments.num_seqs - first)
-    _delta_pass_kernel[grid](
-        q, k, own, of_state, scores, factors, matrix, out,
-        tiles.starts, tiles.ends, tiles.writes, tiles.seq_tiles, segments.reads,
-        kept.values, kept.sums, kept.slots, kept.firsts,
-        q.stride(0), k.stride(0), matrix.stride(0), out.stride(0), kept.stride_values,
-        kept.stride_sums, kept.room, first, first, num_rows,
-        K_LANES=lanes_of(key_dim), BLOCK_V=block, **common,
-        **tile_options(key_dim, q.element_size(), is_large),
-    )  # fmt: skip
+    solve_options = solve_options_of(key_lanes, value_lanes, q.element_size())
+    block = pass_columns(value_dim, q.element_size())
+    is_large, blocks = has_large_memory(q.device), heads * cdiv(value_dim, block)
+    for found in tiles.rounds:
+        is_long = found.num_tiles >= LONG_TILES * found.num_seqs
+        pass_options = pass_options_of(key_dim, q.element_size(), is_large, is_long)
+        _delta_solve_kernel[(found.num_tiles, heads)](
+            q, k, v, a, b, *constants, tiles.starts, tiles.ends, parts, factors,
+            kept.keys, kept.slots, kept.firsts,
+            q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), kept.stride_keys,
+            kept.room, found.first_tile, key_dim**-0.5, **common, **solve_options,
+        )  # fmt: skip
+        _delta_pass_kernel[(blocks, found.num_seqs)](
+            k, parts, factors, matrix, out,
+            tiles.starts, tiles.ends, tiles.writes, tiles.seq_tiles, segments.reads,
+            kept.values, kept.sums, kept.slots, kept.firsts,
+            k.stride(0), matrix.stride(0), out.stride(0), kept.stride_values, kept.stride_sums,
+            kept.room, found.first_seq, segments.num_decodes, found.first_tile,
+            BLOCK_V=block, **common, **pass_options,
+        )  # fmt: skip

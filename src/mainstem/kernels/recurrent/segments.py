@@ -15,6 +15,7 @@ A sequence may instead keep rows beside a state that nobody writes: see `rows.py
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,18 @@ from mainstem.kernels.recurrent.rows import RowUse, pack_rows
 
 TILE = 64  # tokens; one size, so that a sequence's bits do not depend on other sequences
 ALIGNED = 4  # numbers of 4 bytes: 16 bytes
+ROUND_TILES = 256  # that have memory at a time, unless one sequence has more
 
 Ints = NDArray[np.int32]
+
+
+class Round(NamedTuple):
+    """Neighbouring sequences of a TileList that are computed at the same time."""
+
+    first_seq: int
+    num_seqs: int
+    first_tile: int
+    num_tiles: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +49,7 @@ class TileList:
     ends: Tensor  # [tiles] packed token after the last one
     writes: Tensor  # [tiles] slot to which the state after the tile is written; -1: not written
     seq_tiles: Tensor  # [sequences + 1] the tiles of each sequence, neighbours
-    num_tiles: int
+    rounds: tuple[Round, ...]  # all sequences, in order
     row_slots: Tensor | None = None  # [tiles] row slot to which the tile's rows are written, or -1
     first_rows: Tensor | None = None  # [tiles] where they begin there; both None: no rows at all
 
@@ -138,7 +149,7 @@ def _on_device(
     parts = _to_device([*of_segments, *of_tiles, *of_rows], torch.device(device))
     tiles, end_tiles = None, 4 + len(of_tiles)
     if of_tiles:
-        tiles = TileList(parts[4], parts[5], parts[6], parts[7], len(of_tiles[0]))
+        tiles = TileList(parts[4], parts[5], parts[6], parts[7], make_rounds(of_tiles[3]))
         if len(of_tiles) > 4:
             tiles = replace(tiles, row_slots=parts[8], first_rows=parts[9])
     return Segments(
@@ -167,6 +178,23 @@ def _cut(starts: Ints, writes: Ints, seq_segments: Ints, num_decodes: int) -> li
     is_last = tile_ends == ends[tile_segments]
     tile_writes = np.where(is_last, writes[first:][tile_segments], -1)
     return [tile_starts, tile_ends, tile_writes, firsts[seq_segments[num_decodes:] - first]]
+
+
+def make_rounds(seq_tiles: Ints, most: int = ROUND_TILES) -> tuple[Round, ...]:
+    """Cut the sequences into rounds of at most `most` tiles each, or of one sequence.
+
+    >>> [tuple(found) for found in make_rounds(np.array([0, 2, 3, 9, 10]), 4)]
+    [(0, 2, 0, 3), (2, 1, 3, 6), (3, 1, 9, 1)]
+    """
+    rounds = []
+    first, num_seqs = 0, len(seq_tiles) - 1
+    while first < num_seqs:
+        end = int(np.searchsorted(seq_tiles, seq_tiles[first] + most, side="right")) - 1
+        end = max(min(end, num_seqs), first + 1)
+        start_tile, end_tile = int(seq_tiles[first]), int(seq_tiles[end])
+        rounds.append(Round(first, end - first, start_tile, end_tile - start_tile))
+        first = end
+    return tuple(rounds)
 
 
 def _tile_rows(slots: Ints, tile_starts: Ints, seq_tiles: Ints) -> list[Ints]:
