@@ -64,6 +64,7 @@ from mainstem.kernels.dense.invariant import _matmul_kernel
 from mainstem.kernels.dense.logits import _scale_logits_kernel
 from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
+from mainstem.kernels.experts import few as few_experts
 from mainstem.kernels.experts import hopper as hopper_experts
 from mainstem.kernels.experts.activate import _gated_rows_kernel
 from mainstem.kernels.experts.combine import _combine_kernel
@@ -539,6 +540,16 @@ def _packed_jobs(target: str) -> Iterator[Job]:
                 {"num_warps": tile.warps, "num_stages": tile.stages},
                 most_shared=SHARED_BYTES[is_hopper],
             )  # fmt: skip
+    for is_gated in (True, False) if is_hopper else ():
+        kind = {"IS_GATED": is_gated, "HAS_BIAS": is_gated, "ACTIVATION": "clamped"}
+        yield Job(
+            few_experts._few_kernel,
+            {**kind, "BLOCKS": 22, "TAIL": 2, "GROUP_ROWS": few_experts.GROUP_ROWS},
+            {"words_ptr": "*i16"},
+            few_experts.OPTIONS,
+            GluonASTSource,
+            most_shared=0,  # nothing moves between threads
+        )
     for tiles in (PACKED_FEW, PACKED_MANY) if is_hopper else (PACKED_FEW,):
         gated = {"ACTIVATION": "clamped", "HAS_BIAS": True}
         for kernel, part, own in (

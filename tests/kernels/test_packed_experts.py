@@ -12,6 +12,8 @@ import torch  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
 from mainstem.kernels.dense.invariant import Tile  # noqa: E402
+from mainstem.kernels.dense.nibbles import Nibbles  # noqa: E402
+from mainstem.kernels.experts import packed  # noqa: E402
 from mainstem.kernels.experts.packed import (  # noqa: E402
     FEW,
     MANY,
@@ -97,6 +99,39 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     assert choose_packed(32 * 20, 32, is_deterministic=False) is SOME
     assert choose_packed(32 * 500, 32, is_deterministic=False) is MANY
     assert {choose_packed(n, 32, is_deterministic=True) for n in (1, 640, 16000)} == {SOME}
+
+
+class FewKernels:
+    """Stands for few.py; it takes only some weights, and names each product that it computes."""
+
+    def __init__(self, least_out: int) -> None:
+        self.least_out, self.products = least_out, list[str]()
+
+    def can_take(self, weights: Nibbles, is_gated: bool) -> bool:
+        assert is_gated == (weights.num_out == 2 * GPT_OSS.spec.size)
+        return weights.num_out >= self.least_out
+
+    def few_gate_up(self, *_: object) -> None:
+        self.products.append("gate_up")
+
+    def few_down(self, *_: object) -> None:
+        self.products.append("down")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "least_out", "products"),
+    [(FEW, 1, ["gate_up", "down"]), (FEW, 161, []), (SOME, 1, []), (FEW, 150, ["down"])],
+    ids=["few rows", "no weight that it takes", "more rows", "one weight that it takes"],
+)
+def test_few_rows_have_a_kernel_of_their_own_where_it_can_run(
+    monkeypatch: pytest.MonkeyPatch, tiles: ExpertTiles, least_out: int, products: list[str]
+) -> None:
+    kernels = FewKernels(least_out)
+    monkeypatch.setattr(packed, "few_kernels", lambda device: kernels)
+    tensors = some_packed(GPT_OSS, PackedKind.MXFP4, torch.float32)
+    x = some_rows(3, GPT_OSS.hidden)
+    run(a_layer(GPT_OSS, tensors, 4, tiles), x)
+    assert kernels.products == products
 
 
 def test_the_error_names_a_refused_argument() -> None:

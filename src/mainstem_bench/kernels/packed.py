@@ -7,7 +7,7 @@ Prints one line per result: microseconds, GB/s of weights read, TFLOP/s. Copies 
 weights are used in turn, so that they come from memory. A graph of several products is replayed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -24,7 +24,8 @@ from mainstem.kernels.dense.int4 import (
 )
 from mainstem.kernels.dense.nibbles import Nibbles
 from mainstem.kernels.dense.split_columns import ColumnTile
-from mainstem.kernels.experts import packed, products
+from mainstem.kernels.experts import packed, products, reference
+from mainstem.kernels.experts.route import Routing
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import ExpertSpace, GpuExperts
 from mainstem.models.gpu.packed import pack_nibbles
@@ -40,6 +41,8 @@ TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
 GPT_OSS = ExpertsSpec(32, 4, 2880, Activation.CLAMPED_SILU, has_bias=True)
 GPT_OSS_HIDDEN = 2880
 CUDA = torch.device("cuda")
+ROW_COUNTS = (3, 0, 8, 9, 16, 17, 1, 33)  # of each expert
+TOKENS_OF_FEW = 30
 _CACHE_BYTES = 150 << 20  # the copies of a weight together are larger than this
 # relative error: kernels sum in fp32 and round the output once; most right answers are in fp64
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 2e-6}
@@ -145,6 +148,69 @@ def check_experts() -> None:
         assert off_by(found, dense_layer(x, torch.empty_like(x))) < 5e-3, tokens
 
 
+def check_experts_with_few_rows() -> None:
+    """Compare products of 0 to 33 rows for each expert with dequantized weights in fp64, for widths
+    with and without a rest of 128 columns. Other rows stay as they were."""
+    for hidden, size, activation, has_bias in (
+        (96, 64, "silu", False),
+        (128, 320, "clamped", True),
+        (416, 192, "silu", True),
+        (512, 256, "clamped", False),
+    ):
+        experts, counts = len(ROW_COUNTS), torch.tensor(ROW_COUNTS)
+        gate_up = some_packed(experts, 2 * size, hidden, group=32, kind=PackedKind.MXFP4)
+        down = some_packed(experts, hidden, size, group=32, kind=PackedKind.MXFP4, seed=1)
+        bias = some(experts, 2 * size, seed=2) if has_bias else None
+        rows, routing = sum(ROW_COUNTS), routing_of(ROW_COUNTS)
+        x = some(TOKENS_OF_FEW, hidden, seed=3)
+        room = torch.full((rows + 1, size), 77.0, dtype=x.dtype, device=CUDA)
+        act = packed.packed_gate_up(
+            x, routing, as_nibbles(gate_up), bias, activation, packed.FEW.gate_up, room[:rows]
+        )
+        of_expert = torch.arange(experts).repeat_interleave(counts).to(CUDA)
+        gathered = x[routing.sorted_tokens[:rows].long()].double()
+        both = product_by_expert(gathered, gate_up, of_expert)
+        both += 0.0 if bias is None else bias[of_expert].double()
+        gate, up = both.chunk(2, dim=-1)
+        off = off_by(act, reference.gated(gate, up, activation))
+        assert off < LIMITS[torch.bfloat16], ("gate_up", hidden, size, off)
+        assert (room[rows] == 77.0).all()
+        out = torch.full((rows + 1, hidden), 77.0, dtype=x.dtype, device=CUDA)
+        packed.packed_down(act, routing, as_nibbles(down), packed.FEW.down, out[:rows])
+        off = off_by(out[:rows], product_by_expert(act.double(), down, of_expert))
+        assert off < LIMITS[torch.bfloat16], ("down", hidden, size, off)
+        assert (out[rows] == 77.0).all()
+
+
+def routing_of(counts: Sequence[int]) -> Routing:
+    """The routing of some rows of each expert, for tiles of few rows."""
+    routing = Routing.make(len(counts), 1, max(sum(counts), 1), CUDA)
+    tile_rows, start, tiles = packed.FEW.rows, 0, []
+    for expert, count in enumerate(counts):
+        for first in range(start, start + count, tile_rows):
+            tiles.append((expert, first, min(first + tile_rows, start + count)))
+        start += count
+        routing.ends[expert] = start
+    columns = torch.tensor(tiles, dtype=torch.int32, device=CUDA).t()
+    routing.tile_experts.fill_(-1)
+    for target, column in zip(
+        (routing.tile_experts, routing.tile_starts, routing.tile_ends), columns, strict=True
+    ):
+        target[: len(tiles)] = column
+    routing.sorted_tokens.random_(0, TOKENS_OF_FEW)
+    return routing
+
+
+def product_by_expert(rows: Tensor, weight: PackedWeight, of_expert: Tensor) -> Tensor:
+    """Each row times its expert's dequantized weight, in fp64."""
+    dense = weight.dense(torch.bfloat16)
+    out = rows.new_empty(len(rows), dense.shape[1])
+    for expert in range(len(dense)):
+        mine = of_expert == expert
+        out[mine] = rows[mine] @ dense[expert].double().t()
+    return out
+
+
 def check_fp8_blocks() -> None:
     """Rounded rows equal a CPU's bit for bit. Products of rounded rows are compared with those in
     fp64: rounding the output costs 0.17 %, and Hopper's sums of 128 columns in 14 bits cost 0.01 %.
@@ -187,6 +253,7 @@ CHECKS = {
     "deterministic": check_deterministic,
     "mxfp4": check_mxfp4,
     "experts": check_experts,
+    "experts with few rows": check_experts_with_few_rows,
     "fp8 blocks": check_fp8_blocks,
 }
 

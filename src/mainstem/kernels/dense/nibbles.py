@@ -235,7 +235,7 @@ def load_block(
     words = tl.load(words_ptrs)
     if IS_MXFP4:
         factors = tl.load(factors_ptr + block * num_out + outs)
-        first, second, third, fourth = _mxfp4_quarters(words, factors, DTYPE, IS_PTX)
+        first, second, third, fourth = mxfp4_quarters(words, factors, DTYPE, IS_PTX)
     else:
         ptrs = factors_ptr + (block * WIDTH // GROUP) * num_out + outs
         factor_0 = tl.load(ptrs)
@@ -324,7 +324,7 @@ def _plain(words, INDEX: tl.constexpr, factor, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _mxfp4_quarters(words, factors, DTYPE: tl.constexpr, IS_PTX: tl.constexpr):
+def mxfp4_quarters(words, factors, DTYPE: tl.constexpr, IS_PTX: tl.constexpr):
     """int16 [out, 32] and int32 [out] -> four of [out, 32] in DTYPE, bf16 or fp32."""
     if IS_PTX:
         first, second, third, fourth = tl.inline_asm_elementwise(

@@ -2,6 +2,7 @@
 
 import logging
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -40,13 +41,22 @@ def choose(num_rows: int, num_experts: int, x: Tensor, is_deterministic: bool) -
 @cache
 def hopper_kernels(device: torch.device) -> ModuleType | None:
     """hopper.py; None on other devices, or if this Triton's Gluon cannot compile it."""
+    return _on_hopper("hopper", device)
+
+
+@cache
+def few_kernels(device: torch.device) -> ModuleType | None:
+    """few.py; None on other devices, or if this Triton's Gluon cannot compile it."""
+    return _on_hopper("few", device)
+
+
+def _on_hopper(name: str, device: torch.device) -> ModuleType | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     if torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
-        from mainstem.kernels.experts import hopper  # noqa: PLC0415
+        return import_module(f"mainstem.kernels.experts.{name}")
     except (ImportError, AttributeError) as error:
         log.warning("using slower expert kernels: this Triton's Gluon is unsupported (%s)", error)
         return None
-    return hopper

@@ -3,8 +3,11 @@
 """The products of all experts at once, with 4-bit weights, over rows sorted by expert.
 
 Like products.py, but the weights are the left operand of the matrix instruction and are unpacked in
-registers (dense/nibbles.py). So a program holds its tile of outputs as [columns, rows].
+registers (dense/nibbles.py). So a program holds its tile of outputs as [columns, rows]. On Hopper,
+few.py computes MXFP4 experts with few rows.
 """
+
+from types import ModuleType
 
 import torch
 import triton
@@ -22,6 +25,7 @@ from mainstem.kernels.dense.nibbles import (
 )
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
+from mainstem.kernels.experts.choose import few_kernels
 from mainstem.kernels.experts.products import ExpertTiles, check_bias, rows_of, tile_of
 from mainstem.kernels.experts.route import Routing, most_tiles
 from mainstem.kernels.host import cdiv
@@ -160,7 +164,9 @@ def packed_gate_up(
     check_bias("gate_up", bias, experts, 2 * size)
     check_activation(activation)
     row_tiles = most_tiles(len(out), experts, tile.rows)
-    if row_tiles:
+    if row_tiles and (kernels := _kernels_of_few(tile, weights, is_gated=True)) is not None:
+        kernels.few_gate_up(x, routing, weights, bias, activation, out)
+    elif row_tiles:
         _packed_gate_up_kernel[(row_tiles * cdiv(size, tile.columns),)](
             x, routing.sorted_tokens, weights.words, weights.factors, x if bias is None else bias,
             out, routing.tile_experts, routing.tile_starts, routing.ends, row_tiles,
@@ -179,7 +185,9 @@ def packed_down(act: Tensor, routing: Routing, weights: Nibbles, tile: Tile, out
     if len(act) != len(out):
         raise LayoutError(f"act must have the {len(out)} rows of out, got {len(act)}")
     row_tiles = most_tiles(len(out), experts, tile.rows)
-    if row_tiles:
+    if row_tiles and (kernels := _kernels_of_few(tile, weights, is_gated=False)) is not None:
+        kernels.few_down(act, routing, weights, out)
+    elif row_tiles:
         _packed_down_kernel[(row_tiles * cdiv(hidden, tile.columns),)](
             act, weights.words, weights.factors, out, routing.tile_experts, routing.tile_starts,
             routing.ends, row_tiles, weights.num_blocks, weights.num_in, hidden, act.stride(0),
@@ -187,6 +195,14 @@ def packed_down(act: Tensor, routing: Routing, weights: Nibbles, tile: Tile, out
             **_options(tile, weights, act.device),
         )  # fmt: skip
     return out
+
+
+def _kernels_of_few(tile: Tile, weights: Nibbles, *, is_gated: bool) -> ModuleType | None:
+    """few.py, if it computes this product; its bits may differ from those of the kernels here."""
+    if tile not in (FEW.gate_up, FEW.down):
+        return None
+    kernels = few_kernels(weights.words.device)
+    return None if kernels is None or not kernels.can_take(weights, is_gated) else kernels
 
 
 def _options(tile: Tile, weights: Nibbles, device: torch.device) -> dict[str, int | bool]:
