@@ -620,7 +620,7 @@ def _state_jobs(
         )
     delta |= {"K_LANES": lanes, "V_LANES": lanes}
     for kernel, options in (
-        (_delta_solve_kernel, solve_options_of(lanes, lanes, size)),
+        (_delta_solve_kernel, solve_options_of(lanes, lanes, size, is_hopper)),
         (_delta_pass_kernel, pass_options_of(dim, size, is_hopper, is_long=True)),
         (_delta_pass_kernel, pass_options_of(dim, size, is_hopper, is_long=False)),
     ):

@@ -480,12 +480,15 @@ def pass_columns(value_dim: int, element_size: int) -> int:
     return min(lanes_of(value_dim), 64 if element_size == 2 else 16)
 
 
-def solve_options_of(key_lanes: int, value_lanes: int, element_size: int) -> dict[str, int]:
+def solve_options_of(
+    key_lanes: int, value_lanes: int, element_size: int, is_hopper: bool
+) -> dict[str, int]:
     """Constants and launch options of the solves."""
     options = {"BLOCK_K": min(key_lanes, 64), "BLOCK_V": min(value_lanes, 64), "num_stages": 1}
-    if element_size > 2:
-        return {**options, "num_warps": 8}
-    return {**options, "num_warps": 4, "maxnreg": 168}  # three programs on a multiprocessor
+    options["num_warps"] = 4 if element_size == 2 else 8
+    if element_size == 2 and is_hopper:
+        options["maxnreg"] = 168  # three programs on a multiprocessor
+    return options
 
 
 def pass_options_of(
@@ -520,9 +523,9 @@ def _run_tiles(
         "V_LANES": value_lanes, "TILE": TILE,
         **dot_options(q, key_dim, value_dim), **overlap_options(q.device),
     }  # fmt: skip
-    solve_options = solve_options_of(key_lanes, value_lanes, q.element_size())
     block = pass_columns(value_dim, q.element_size())
     is_large, blocks = has_large_memory(q.device), heads * cdiv(value_dim, block)
+    solve_options = solve_options_of(key_lanes, value_lanes, q.element_size(), is_large)
     for found in tiles.rounds:
         is_long = found.num_tiles >= LONG_TILES * found.num_seqs
         pass_options = pass_options_of(key_dim, q.element_size(), is_large, is_long)
