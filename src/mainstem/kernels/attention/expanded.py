@@ -2,10 +2,10 @@
 
     rounded pages | fp8 | expand (`memory/expand.py`) | 16 bits | Hopper's kernels
 
-Hopper's own kernels read 16 bits only, and compute prompts faster than the portable kernel, which
-reads fp8. A prompt of 2,000 tokens reads each page by 8,000 rows, so a copy of the page in 16 bits
-costs little. Decodes read each page by few rows: for these, the portable kernel reads the fp8
-pages. Either way a token sees only the pages before its own one.
+Kernels that read pages in fp8 compute prompts more slowly than Hopper's kernels over 16 bits. A
+prompt of 2,000 tokens reads each page by 8,000 rows, so a copy of the page in 16 bits costs little.
+Decodes read each page by few rows, and read the fp8 pages themselves. Either way a token sees only
+the pages before its own one.
 
 The pages of a step are expanded in each layer, to memory that all layers share.
 """

@@ -19,7 +19,8 @@ from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import let_in, overlap_options, wait_alone
 
 LEAST_ROWS = 16  # of a matrix product
-DIMS_OF_WARP = 128
+BYTES_OF_WARP = 4096  # of K, V, queries or output; with more, registers spill
+MOST_WARPS = 8
 # From this many tokens on, most are of prompts: neighbours share a page. Then they also share a
 # program, in rows that one token leaves free.
 MANY_TOKENS = 512
@@ -135,13 +136,14 @@ def attend_open_pages(
     group = heads // kv_heads
     lanes = next_power_of_2(group)
     taken = max(LEAST_ROWS // lanes, 1) if tokens >= MANY_TOKENS else 1
-    padded = next_power_of_2(dim)
+    rows, padded = max(LEAST_ROWS, lanes), next_power_of_2(dim)
+    most_bytes = max(rows, page_size) * padded * q.dtype.itemsize
+    warps = max(min(most_bytes // BYTES_OF_WARP, MOST_WARPS), 1)
     _open_pages_kernel[(-(-tokens // taken), kv_heads)](
         q, k_pages, v_pages, out, lse, sinks, positions, slots, tokens,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), scale * math.log2(math.e),
         KV_HEADS=kv_heads, GROUP=group, LANES=lanes, TOKENS=taken,
-        ROWS=max(LEAST_ROWS, taken * lanes),
-        HEAD_DIM=dim, DIM=padded, PAGE_SIZE=page_size,
+        ROWS=rows, HEAD_DIM=dim, DIM=padded, PAGE_SIZE=page_size,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, UPCAST=q.device.type == "cpu",
-        num_warps=max(padded // DIMS_OF_WARP, 1), **overlap_options(q.device),
+        num_warps=warps, **overlap_options(q.device),
     )  # fmt: skip
