@@ -178,7 +178,7 @@ def test_preemption_does_not_change_the_answer(
     oracle: torch.nn.Module, asked: Asked, batched: list[list[int]]
 ) -> None:
     longest = max(map(len, asked.prompts)) + asked.new_tokens
-    llm = LLM("smollm2", kv_tokens=longest + 200, page_size=4)
+    llm = LLM("smollm2", kv_tokens=longest + 140, page_size=4)
     for index, prompt in enumerate(asked.prompts):
         # the expected length is too low, so more sequences start than fit
         llm.text_engine.submit(
