@@ -23,6 +23,7 @@ from mainstem_bench.paper.jobs import Job, run
 from mainstem_bench.paper.lengths import mmlu_subjects, sharegpt_requests, sharegpt_turns
 from mainstem_bench.paper.registry import ITEMS, find_items
 from mainstem_bench.paper.results import one, read_lines, write_lines
+from mainstem_bench.paper.store_simulated import SESSIONS, conversations
 from mainstem_bench.paper.store_simulated_pictures import judge_capacity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,3 +294,12 @@ def test_a_model_is_freed_before_the_next_one_is_loaded(monkeypatch: pytest.Monk
             pass
     kept.close()
     assert alive == [0, 0]
+
+
+def test_simulated_conversations_are_as_long_as_attentionstores() -> None:
+    """The paper: 47 % have more than 2K tokens, 30 % more than 4K."""
+    drawn = conversations(SESSIONS)
+    tokens = np.array([sum(map(sum, turns)) for turns in drawn])
+    assert len(drawn) == 9000
+    assert np.mean(tokens > 2048) == pytest.approx(0.47, abs=0.03)
+    assert np.mean(tokens > 4096) == pytest.approx(0.30, abs=0.03)

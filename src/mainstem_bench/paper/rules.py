@@ -122,11 +122,12 @@ def is_measured(item: Item, _: Sequence[Line], __: Verdict) -> str | None:
 
 def agrees(line: Line) -> bool:
     """Whether a simulation was close enough to the engine: a line of `mainstem bench agree`."""
-    return (
-        abs(line["hit_points"]) <= HIT_POINTS
-        and abs(line["ttft_ratio"] - 1) <= TTFT_SHARE
-        and abs(line["device_ratio"] - 1) <= DEVICE_SHARE
+    off = (
+        (line["hit_points"], HIT_POINTS),
+        (line["ttft_ratio"] - 1, TTFT_SHARE),
+        (line["device_ratio"] - 1, DEVICE_SHARE),
     )
+    return all(abs(difference) <= most for difference, most in off)
 
 
 def is_below_limit(_: Item, lines: Sequence[Line], verdict: Verdict) -> str | None:
