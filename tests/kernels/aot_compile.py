@@ -385,7 +385,8 @@ def _rounded_jobs(tiles: Tiles, overlaps: Mapping[str, object]) -> Iterator[Job]
     yield Job(_round_pages_kernel, heads, {"targets_ptr": "*i64", **codes})
     new = {"HEADS": 12, "HEAD_LANES": 16, "KV_HEADS": 2, "KV_LANES": 2, "PAGE_SIZE": 16}
     shifted = {"HALF": 64, "HALF_LANES": 64, **_nothing("q_gain_ptr", "k_gain_ptr")}
-    yield Job(_rope_append_kernel, {**HEAD, **overlaps, **new, **shifted})
+    for part in ({}, {"HALF": 16, "HALF_LANES": 16}):  # all dims are rotated, or some
+        yield Job(_rope_append_kernel, {**HEAD, **overlaps, **new, **shifted, **part})
     sizes = {"KV_HEADS": 8, "COUNT": 16 * 128, "LARGEST": 3e38, "BLOCK": 2048}
     yield Job(_expand_pages_kernel, sizes, {"pages_ptr": "*i32", **codes})
 

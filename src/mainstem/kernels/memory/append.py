@@ -95,8 +95,8 @@ def _rope_append_kernel(
             rest = is_kv[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_DIM))[None, :]
             k = tl.load(k_ptr + k_offset[:, None] + dims[None, :], mask=rest)
             if k_shift_ptr is not None:
-                shift_ptrs = k_shift_ptr + kv_heads[:, None] * HEAD_DIM + dims[None, :]
-                k = k.to(tl.float32) - tl.load(shift_ptrs, mask=rest, other=0.0)
+                rest_ptrs = k_shift_ptr + kv_heads[:, None] * HEAD_DIM + dims[None, :]
+                k = k.to(tl.float32) - tl.load(rest_ptrs, mask=rest, other=0.0)
                 k = k.to(k_ptr.dtype.element_ty)
             tl.store(k_pages_ptr + target[:, None] + dims[None, :], k, mask=rest)
         v_offset = token * stride_v_token + kv_heads * stride_v_head
