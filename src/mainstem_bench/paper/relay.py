@@ -123,13 +123,13 @@ ITEMS: tuple[Item, ...] = (
         + "150 requests, and 1,000 with the prompts that vLLM 0.24 ran, on 64+128; the paper does "
         "not say over which system its 2.2 is, here it is over storing once. Sharing nothing was "
         "left out. vLLM 0.32 has no attention over shared prefixes any more",
-        full_s=210,
+        full_s=170,
         quick_s=5,
         run=jobs.run_synthetic,
         verdict=jobs.judge_synthetic,
         point="Llama2-7B, system prompt of 2,048 tokens, 256 user and 512 answer tokens",
         is_papers_point=True,
-        num_lines=12,
+        num_lines=10,
         plot=jobs.plot_synthetic,
     ),
     Item(

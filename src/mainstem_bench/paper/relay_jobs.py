@@ -124,7 +124,9 @@ def run_synthetic(settings: Settings) -> Iterator[Line]:
     for user, answer in ((8, 4),) if settings.is_quick else SYNTHETIC:
         is_rivals = (user, answer) == SYNTHETIC[0]
         for share in (Share.READS, Share.STORAGE):
-            lengths = SYSTEM_TOKENS if is_rivals else (2048,)
+            lengths: tuple[int, ...] = (2048,)
+            if is_rivals:
+                lengths = SYSTEM_TOKENS if share is Share.READS else (64, 2048)
             for system in (16, 64) if settings.is_quick else lengths:
                 if is_rivals:
                     job = Job.of_rivals(OFFLINE_JOBS[f"relay-{system}"])
