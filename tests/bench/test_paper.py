@@ -190,6 +190,8 @@ def test_lengths_are_drawn_from_the_data() -> None:
     assert drawn.users.min() >= 4
     assert drawn.answers.max() <= 100
     assert all(each.prefix[1] < each.prefix[3] < each.prefix[5] for each in mmlu_subjects())
+    assert len(mmlu_subjects()) == 57
+    assert sum(len(each.questions) for each in mmlu_subjects()) == 14_042  # as in the paper
 
 
 def test_the_industry_mix_has_the_papers_means() -> None:
