@@ -96,8 +96,8 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
         told.append(f"{data} {part}, {end} {here:,} (paper {paper:,})")
     return Verdict(
         agreed(numbers),
-        f"tokens: {'; '.join(told)}. They are counted by other tokenizers; how much is due to that, "
-        "and what the paper's prompts say besides examples and questions, is not known. The range "
+        f"tokens: {'; '.join(told)}. Other tokenizers counted them; how much is due to that, and "
+        "what the paper's prompts say besides examples and questions, is not known. The range "
         "of ShareGPT's user prompts is the paper's because requests outside it are left out",
         tuple(numbers),
     )
