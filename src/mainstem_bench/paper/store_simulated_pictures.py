@@ -254,10 +254,15 @@ def judge_media(lines: Sequence[Line]) -> Verdict:
         )
     ]
     some = Outcome.PARTLY if 2 * sum(close) >= len(close) else Outcome.NOT
+    dram = PAPER_MEDIA["HBM+DRAM"]
+    over = [
+        100 * rate[model, "HBM+DRAM"] / theirs for model, theirs in zip(MODELS, dram, strict=True)
+    ]
     return Verdict(
         Outcome.REPRODUCED if all(close) else some,
         f"hit rates of {'; '.join(told)}. {sum(close)} of {len(close)} are within {POINTS:g} "
-        "points of the paper's",
+        f"points of the paper's; but with host memory they are {min(over):.1f} to {max(over):.1f} "
+        "times the paper's",
     )
 
 
@@ -290,7 +295,8 @@ def judge_capacity(lines: Sequence[Line]) -> Verdict:
         f"TTL; paper {paper_tenth:.0%}) and {quarter:.0%} with a quarter (paper "
         f"{paper_quarter:.0%}). {unbounded:.0%} is the limit for any capacity here, since the "
         "first turn of a session counts and cannot be found; the paper does not say whether its "
-        "rates count first turns. Sessions are shorter than the window, and end long before the "
-        "TTL, so much less storage is enough than in the paper",
+        "rates count first turns. CCpUT is a whole window for every session of an hour; half of "
+        "these conversations have fewer than 2,050 tokens, and half of the users think for less "
+        "than a minute in all, so much less storage is enough than in the paper",
         numbers,
     )
