@@ -154,7 +154,7 @@ def _plot_rivals(axes: Axes, lines: Sequence[Line], series: Series) -> None:
     style.finish(axes, "jobs of rivals, 450,000 tokens of KV", ABOUT_MIX, "requests/s")
 
 
-def _plot_ways(axes: Axes, lines: Sequence[Line], title: str) -> None:
+def _plot_ways(axes: Axes, lines: Sequence[Line], title: str, *, legend: bool = True) -> None:
     """Draw jobs that ran planned and, some of them, in the order given."""
     planned = only(lines, way="planned")
     rates: dict[str, list[float | None]] = {way: [] for way in BOTH_WAYS}
@@ -167,7 +167,7 @@ def _plot_ways(axes: Axes, lines: Sequence[Line], title: str) -> None:
     style.bars(axes, [_named(line) for line in planned], series, "{:.1f}")
     style.caps(axes, [line["limit_requests_per_s"] for line in planned], "limit of the card")
     axes.tick_params(axis="x", labelsize=7)
-    style.finish(axes, title, ABOUT_MIX, "requests/s")
+    style.finish(axes, title, ABOUT_MIX, "requests/s", legend=legend)
 
 
 def _named(line: Line) -> str:
@@ -237,7 +237,8 @@ def _told_scaled(lines: Sequence[Line]) -> str:
 def plot_large(lines: Sequence[Line], figure: Figure) -> None:
     panels = figure.subplots(1, 2, width_ratios=(3, 1))
     for axes, size in zip(panels, LARGE, strict=True):
-        _plot_ways(axes, only(lines, model=size.shape), size.shape)
+        found = only(lines, model=size.shape)
+        _plot_ways(axes, found, size.shape, legend=size is QWEN_14B)
 
 
 def judge_large(lines: Sequence[Line]) -> Verdict:

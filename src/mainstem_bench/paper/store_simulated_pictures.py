@@ -138,7 +138,7 @@ def plot_policies(lines: Sequence[Line], figure: Figure) -> None:
             )
             for policy in POLICIES
         }
-        style.bars(axes, names, series, "{:.0f}" if factor > 1 else "{:.1f}")
+        style.bars(axes, names, series, "{:.0f}")
     unbounded = 100 * max(line["hit_rate_unbounded"] for line in lines)
     hits.axhline(unbounded, label="unbounded", **style.LIMIT)
     x = "host / disk, GB"
