@@ -44,8 +44,8 @@ ITEMS: tuple[Item, ...] = (
         + RANDOM
         + "vLLM and SGLang ran two of the six mixes, with 1,600 and 1,000 requests. 8 % of the "
         "paper's job (of the 6,400 requests of its Fig. 6, and of about 450,000 tokens of KV) is "
-        "compared with our own engine with `--share storage --no-plan`; 2,000/1,000 at degree 16, "
-        "1,000/1,000, and 2,000/200 at degree 4 were not run",
+        "to be compared with our own engine with `--share storage --no-plan`, but was not yet run, "
+        "as little as the other mixes. The stored lines are of `mainstem bench offline`",
         full_s=150,
         quick_s=4,
         run=jobs.run_mixes,
@@ -79,13 +79,15 @@ ITEMS: tuple[Item, ...] = (
         differs=ON_H200
         + RANDOM
         + "vLLM ran 240 requests at 16,000 tokens and degree 4, and 1,600 at 2,000 and degree 16. "
-        "At other points the baseline is our own engine with an LRU cache, with 512 requests and "
-        "36,000 tokens of KV instead of 6,400 and about 450,000",
+        "The stored lines are of `mainstem bench offline`; points without a rival, where the "
+        "baseline is our own engine with an LRU cache (512 requests, 36,000 tokens of KV), were "
+        "not yet run",
         full_s=190,
         quick_s=4,
         run=jobs.run_grid,
         verdict=jobs.judge_grid,
-        point="8B, prefixes of 2,000 tokens and degree 2, 512 requests with 36,000 tokens of KV",
+        point="8B, 1,600 requests with prefixes of 2,000 tokens and degree 16, 240 requests with "
+        "16,000 and 4",
         num_lines=6,
         plot=jobs.plot_grid,
     ),

@@ -15,7 +15,6 @@ from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival, rival_job
 from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
 from mainstem_bench.paper.style import Axes, Figure
-from mainstem_bench.workloads import OFFLINE_JOBS
 
 LLAMA_7B = Size("llama2-7b", 160_000)
 SYSTEM_TOKENS = (64, 512, 1024, 2048)
@@ -119,23 +118,18 @@ def judge_sharegpt(lines: Sequence[Line]) -> Verdict:
 
 
 def run_synthetic(settings: Settings) -> Iterator[Line]:
-    """Fig. 10: all requests of one length; the shortest ones as vLLM ran them."""
+    """Fig. 10: all requests of one length."""
     size = settings.sized(LLAMA_7B)
     for user, answer in ((8, 4),) if settings.is_quick else SYNTHETIC:
-        is_rivals = (user, answer) == SYNTHETIC[0]
-        for share in (Share.READS, Share.STORAGE):
-            lengths: tuple[int, ...] = (2048,)
-            if is_rivals:
-                lengths = SYSTEM_TOKENS if share is Share.READS else (64, 2048)
+        is_first = (user, answer) == SYNTHETIC[0]
+        for share in (Share.READS, Share.STORAGE, *([Share.NONE] if is_first else [])):
+            lengths = SYSTEM_TOKENS if is_first else (64, 2048)
             for system in (16, 64) if settings.is_quick else lengths:
-                if is_rivals:
-                    job = Job.of_rivals(OFFLINE_JOBS[f"relay-{system}"])
-                else:
-                    count = 8 if settings.is_quick else 150
-                    job = _after_system(system, np.full(count, user), np.full(count, answer))
-                repeats = LEAST_RUNS if (user, answer) == SYNTHETIC[-1] else 1
+                count = 8 if settings.is_quick else 1000 if is_first else 150
+                job = _after_system(system, np.full(count, user), np.full(count, answer))
+                repeats = 1 if share is Share.NONE else LEAST_RUNS
                 found = run(settings, size, job, share, repeats=repeats)
-                limit = limit_per_s(LLAMA_7B, 1, len(job.answers), (system, user, answer))
+                limit = limit_per_s(LLAMA_7B, 1, count, (system, user, answer))
                 yield {
                     "system": system, "user": user, "answer": answer,
                     "paper_name": SYSTEMS[share], **found,
@@ -148,29 +142,29 @@ def plot_synthetic(lines: Sequence[Line], figure: Figure) -> None:
     _plot_lengths(axes, only(lines, user=64))
     names, times = [], []
     for user, answer in SYNTHETIC:
-        reads, stored = (
-            one(lines, user=user, system=2048, share=share) for share in ("reads", "storage")
-        )
-        names.append(f"{user}+{answer}")
-        times.append(reads["requests_per_s"] / stored["requests_per_s"])
+        for system in (64, 2048):
+            reads = one(lines, user=user, system=system, share="reads")
+            stored = one(lines, user=user, system=system, share="storage")
+            names.append(f"{user}+{answer}\ns={system}")
+            times.append(reads["requests_per_s"] / stored["requests_per_s"])
     style.bars(ratios, names, {"here": (times, style.OURS)}, "{:.2f}")
     ratios.axhline(1, **style.LIMIT)
-    ratios.axhline(2.2, label="paper's 256+512", color=style.PAPER["color"], linestyle="-.")
-    title = "read once over stored once, system 2,048"
-    style.finish(ratios, title, "user + answer tokens", "times as fast")
+    ratios.axhline(2.2, label="paper's 256+512, s=2048", color=style.PAPER["color"], linestyle="-.")
+    title = "read once over stored once"
+    style.finish(ratios, title, "user + answer tokens, system prompt", "times as fast")
 
 
 def _plot_lengths(axes: Axes, lines: Sequence[Line]) -> None:
     systems = sorted({line["system"] for line in lines})
-    for share in (Share.STORAGE, Share.READS):
+    for share, look in LOOKS.items():
         found = sorted(only(lines, share=share.value), key=lambda line: line["system"])
-        style.curve(axes, found, "system", "requests_per_s", NAMES[share], LOOKS[share])
+        style.curve(axes, found, "system", "requests_per_s", NAMES[share], look)
     reads = sorted(only(lines, share="reads"), key=lambda line: line["system"])
     style.curve(axes, reads, "system", "limit_requests_per_s", "limit of the card", style.LIMIT)
     for name, marker in (("default", "x"), ("cascade", "+")):
         points = [rival("offline", f"relay-{system}", name) for system in systems]
         look = {**style.RIVAL, "marker": marker}
-        axes.plot(systems, points, label=f"vLLM 0.24, {name}", **look)
+        axes.plot(systems, points, label=f"vLLM 0.24, {name}, 1,000 requests", **look)
     axes.set_ylim(bottom=0)
     style.log2_ticks(axes, systems)
     title = "user 64, answer 128, Llama2-7B, one H200"
