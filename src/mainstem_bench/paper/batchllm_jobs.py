@@ -235,8 +235,8 @@ def _told_scaled(lines: Sequence[Line]) -> str:
         for (_, own, degree), gain in gains.items()
     )
     return (
-        "With 8 % of the paper's requests and of its KV memory, planned jobs are so many times as "
-        f"fast as our own engine with an LRU cache and no plan: {told}"
+        "With 8 % of the paper's requests and of its KV memory, the speed of planned jobs over "
+        f"our own engine with an LRU cache and no plan is {told}"
     )
 
 
