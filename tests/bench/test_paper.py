@@ -190,6 +190,8 @@ def test_lengths_are_drawn_from_the_data() -> None:
     assert drawn.users.min() >= 4
     assert drawn.answers.max() <= 100
     assert all(each.prefix[1] < each.prefix[3] < each.prefix[5] for each in mmlu_subjects())
+    assert len(mmlu_subjects()) == 57
+    assert sum(len(each.questions) for each in mmlu_subjects()) == 14_042  # as in the paper
 
 
 def test_the_industry_mix_has_the_papers_means() -> None:
@@ -303,3 +305,37 @@ def test_simulated_conversations_are_as_long_as_attentionstores() -> None:
     assert len(drawn) == 9000
     assert np.mean(tokens > 2048) == pytest.approx(0.47, abs=0.03)
     assert np.mean(tokens > 4096) == pytest.approx(0.30, abs=0.03)
+
+
+def test_an_engine_with_less_memory_around_a_loaded_model_finds_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Questions about ten documents, one after another: only with room for all is any found."""
+    num_loads = 0
+
+    def load(*args: Any) -> tuple[Any, Any]:
+        nonlocal num_loads
+        num_loads += 1
+        return load_runner(*args)
+
+    monkeypatch.setattr(engines, "load_runner", load)
+    settings = Settings(is_quick=True)
+    job = Job.after_prefixes([64] * 10, [8] * 20, np.full(20, 3), [*range(10), *range(10)])
+    saved = {
+        kv_tokens: run(settings, Size("tiny", kv_tokens), job, Share.STORAGE)["saving_ratio"]
+        for kv_tokens in (4096, 256)
+    }
+    settings.engines.close()
+    assert num_loads == 1
+    assert saved[4096] > 0.3
+    assert saved[256] < 0.1
+
+
+def test_two_figures_measure_a_job_that_they_share_once() -> None:
+    settings = Settings(is_quick=True)
+    figures = [list(ITEMS[name].run(settings)) for name in ("batch-fig5", "batch-fig6")]  # type: ignore[misc]
+    settings.engines.close()
+    (first,), (second,) = (
+        [line for line in lines if line.get("job") == "b2000-sd16"] for lines in figures
+    )
+    assert first == second

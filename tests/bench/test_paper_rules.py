@@ -21,10 +21,12 @@ from mainstem_bench.paper.item import (
     Verdict,
     Where,
 )
+from mainstem_bench.paper.jobs import Job
 from mainstem_bench.paper.registry import ITEMS
 from mainstem_bench.paper.relay_serving import is_growing, judge_rates
 from mainstem_bench.paper.results import read_lines
 from mainstem_bench.paper.rivals import rival_job
+from mainstem_bench.workloads import OFFLINE_JOBS
 
 STORED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "paper"
 LINES: list[Line] = [{"command": "mainstem bench paper some-fig1"}]
@@ -102,8 +104,8 @@ def test_a_simulation_that_is_too_far_off_does_not_agree(changed: dict[str, floa
     assert not rules.agrees(line | changed)
 
 
-def test_there_are_46_items_and_each_has_stored_lines() -> None:
-    assert len(ITEMS) == 46
+def test_there_are_47_items_and_each_has_stored_lines() -> None:
+    assert len(ITEMS) == 47
     assert all(read_lines(STORED, item) for item in ITEMS.values())
 
 
@@ -247,6 +249,31 @@ def test_the_rivals_job_has_the_keys_of_our_lines() -> None:
     job = rival_job("b2000-sd16")
     assert rules.differing({"requests": 640, "prefix": 2000, "own": 200, "degree": 16}, job) == [
         "requests 640 against 1,600"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "relay-64",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                "b2000-sd16",
+                "b2000-1000-sd4",
+                "b16000-sd4",
+                "relay-512",
+                "relay-1024",
+                "relay-2048",
+            )
+        ),
+    ],
+)
+def test_we_ask_the_prompts_that_rivals_were_asked(name: str) -> None:
+    ours = {"prompts": Job.of_rivals(OFFLINE_JOBS[name]).digest}
+    assert rules.differing(ours, rival_job(name)) == []
+    assert rules.differing({"prompts": "ab12"}, rival_job(name)) == [
+        f"prompts ab12 against {ours['prompts']}"
     ]
 
 

@@ -1,6 +1,7 @@
 """BatchLLM's throughput: Fig. 5 and 6 (documents and questions), Table 1 (the industry mix)."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -9,43 +10,49 @@ from mainstem.core.config import Share
 from mainstem_bench.paper import style
 from mainstem_bench.paper.batchllm_plans import industry_rows
 from mainstem_bench.paper.engines import Size
-from mainstem_bench.paper.item import Line, Number, Settings, Verdict
+from mainstem_bench.paper.item import Gain, Line, Number, Runs, Settings, Verdict
 from mainstem_bench.paper.jobs import Job, limit_per_s, run
 from mainstem_bench.paper.results import one, only
-from mainstem_bench.paper.rivals import rival, rival_job
-from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
-from mainstem_bench.paper.style import Figure
+from mainstem_bench.paper.rivals import rival, rival_job, rivals
+from mainstem_bench.paper.rules import LEAST_RUNS, gain_of, runs_of, weighed
+from mainstem_bench.paper.style import Axes, Figure
+from mainstem_bench.workloads import OFFLINE_JOBS
 
 LLAMA_8B = Size("llama31-8b", 450_000)
 QWEN_14B = Size("qwen25-14b", 300_000)
 LLAMA_70B = Size("llama31-70b", 250_000, weights="gptq")
 QWEN_7B = Size("qwen25-7b", 135_000)  # `bench offline` has 450,000 for 2,000 requests, this for 600
 ANSWER = 100
-# (prefix, own tokens, degree) -> number of requests; as many as rivals had where they ran the mix
-MIXES = {
-    (2000, 200, 4): 480,
-    (2000, 200, 16): 1600,
-    (2000, 1000, 4): 1000,
-    (2000, 1000, 16): 384,
-    (1000, 1000, 4): 320,
-    (1000, 1000, 16): 384,
+# 8 % of the paper's job, 6,400 requests, and of the memory that an 80 GB card has beside 8B: so the
+# memory holds as small a part of the prefixes as in the paper.
+SCALED_8B = Size("llama31-8b", 36_000)
+SCALED_REQUESTS = 512
+Mix = tuple[int, int, int]  # prefix, own tokens, degree
+Series = dict[str, tuple[Sequence[float | None], style.Look]]
+RIVAL_MIXES: dict[Mix, str] = {(2000, 200, 16): "b2000-sd16", (2000, 1000, 4): "b2000-1000-sd4"}
+SCALED_MIXES: tuple[Mix, ...] = ((2000, 200, 16),)
+RIVAL_GRID: dict[Mix, str] = {(2000, 200, 16): "b2000-sd16", (16000, 200, 4): "b16000-sd4"}
+SCALED_GRID: tuple[Mix, ...] = ((2000, 200, 16), (2000, 200, 2))
+# mix -> number of requests
+MIXES_14B: dict[Mix, int] = {
+    (2000, 200, 4): 120,
+    (2000, 200, 16): 320,
+    (2000, 1000, 4): 80,
+    (2000, 1000, 16): 96,
+    (1000, 1000, 4): 80,
+    (1000, 1000, 16): 96,
 }
-MIXES_14B = dict(zip(MIXES, (120, 320, 80, 96, 80, 96), strict=True))
-MIXES_70B = {(2000, 200, 4): 64, (2000, 200, 16): 128}
-MODELS = {LLAMA_8B: MIXES, QWEN_14B: MIXES_14B, LLAMA_70B: MIXES_70B}
-GRID = {  # prefix, degree -> requests
-    (2000, 2): 120, (2000, 4): 240, (2000, 8): 320, (2000, 16): 1600,
-    (8000, 2): 32, (8000, 4): 64, (8000, 8): 96, (8000, 16): 160,
-    (16000, 2): 16, (16000, 4): 240, (16000, 8): 64, (16000, 16): 96,
-}  # fmt: skip
+MIXES_70B: dict[Mix, int] = {(2000, 200, 4): 64, (2000, 200, 16): 128}
+LARGE = {QWEN_14B: MIXES_14B, LLAMA_70B: MIXES_70B}
 WAYS = {  # what is compared: (sharing, whether it is planned, the engine that works in this way)
     "planned": (Share.READS, True, "BatchLLM"),
     "LRU, as given": (Share.STORAGE, False, "vLLM + p + c"),
     "nothing shared": (Share.NONE, False, "vLLM + c"),
 }
+ABOUT_MIX = "prefix, own tokens, degree"
+BOTH_WAYS = ("planned", "LRU, as given")
 LOOKS = {"planned": style.OURS, "LRU, as given": style.STORED, "nothing shared": style.NOTHING}
 PAPER_INDUSTRY = {"planned": 8.67, "LRU, as given": 6.71, "nothing shared": 5.48}  # A100
-VLLM_NAMES = {(2000, 200, 16): "b2000-sd16", (2000, 1000, 4): "b2000-1000-sd4"}
 
 
 def documents(num_requests: int, degree: int, prefix: int, own: int, answer: int) -> Job:
@@ -56,18 +63,12 @@ def documents(num_requests: int, degree: int, prefix: int, own: int, answer: int
     return Job.after_prefixes([prefix] * (max(groups) + 1), [own] * num_requests, answers, groups)
 
 
-def _line(
-    settings: Settings, size: Size, way: str, mix: tuple[int, int, int], count: int, repeats: int
-) -> Line:
-    """Measure one mix in one way."""
-    prefix, own, degree = mix
-    share, is_planned, like = WAYS[way]
-    if settings.is_quick:
-        job = documents(8, degree, 48, 16, 4)
-    else:
-        job = documents(count, degree, prefix, own, ANSWER)
-    found = run(settings, settings.sized(size), job, share, is_planned=is_planned, repeats=repeats)
-    limit = limit_per_s(size, max(1, count // degree), degree, (prefix, own, ANSWER))
+def _line(settings: Settings, size: Size, way: str, mix: Mix, job: Job) -> Line:
+    """Measure one job in one way."""
+    (prefix, own, degree), (share, is_planned, like) = mix, WAYS[way]
+    found = run(settings, settings.sized(size), job, share, is_planned=is_planned)
+    groups = max(1, len(job.answers) // degree)
+    limit = limit_per_s(size, groups, degree, (prefix, own, ANSWER))
     return {
         "model": size.shape, "prefix": prefix, "own": own, "degree": degree, "way": way,
         "like": like, **found,
@@ -75,163 +76,226 @@ def _line(
     }  # fmt: skip
 
 
+def _documents_line(settings: Settings, size: Size, way: str, mix: Mix, count: int) -> Line:
+    prefix, own, degree = mix
+    if settings.is_quick:
+        job = documents(8, degree, 48, 16, 4)
+    else:
+        job = documents(count, degree, prefix, own, ANSWER)
+    return _line(settings, size, way, mix, job)
+
+
+def _rival_lines(settings: Settings, mix: Mix, name: str) -> Iterator[Line]:
+    """Measure our planned engine on a job that rivals ran, with their prompts and memory."""
+    if settings.is_quick:
+        found = _documents_line(settings, LLAMA_8B, "planned", mix, 0)
+    else:
+        found = _line(settings, LLAMA_8B, "planned", mix, Job.of_rivals(OFFLINE_JOBS[name]))
+    yield {"part": "rival", "job": name, **found}
+
+
+def _lines_of(
+    settings: Settings, rival_mixes: dict[Mix, str], scaled: tuple[Mix, ...]
+) -> Iterator[Line]:
+    """Measure the jobs of rivals, and scaled ones with our own baseline; each once for both
+    figures."""
+    for mix, name in rival_mixes.items():
+        yield from settings.once(name, partial(_rival_lines, settings, mix, name))
+    for mix in scaled:
+        for way in BOTH_WAYS:
+            yield from settings.once(f"scaled {mix} {way}", partial(_scaled, settings, mix, way))
+
+
+def _scaled(settings: Settings, mix: Mix, way: str) -> Iterator[Line]:
+    found = _documents_line(settings, SCALED_8B, way, mix, SCALED_REQUESTS)
+    yield {"part": "scaled", **found}
+
+
 def run_mixes(settings: Settings) -> Iterator[Line]:
-    """Fig. 5: all mixes on 8B and 14B, and two on 70B in 4 bits; on 14B only mixes of 2,000 and 200
-    tokens are also run without a plan."""
-    for size, mixes in MODELS.items():
+    """Fig. 5 on 8B."""
+    yield from _lines_of(settings, RIVAL_MIXES, SCALED_MIXES)
+
+
+def run_large(settings: Settings) -> Iterator[Line]:
+    """Fig. 5: all mixes on 14B, and two on 70B in 4 bits; only mixes of 2,000 and 200 tokens are
+    also run without a plan."""
+    for size, mixes in LARGE.items():
         for mix, count in mixes.items():
-            for way in ("planned", "LRU, as given"):
-                if way == "planned" or size is LLAMA_8B or mix[:2] == (2000, 200):
-                    repeats = LEAST_RUNS if size is LLAMA_8B else 1
-                    yield _line(settings, size, way, mix, count, repeats)
+            for way in BOTH_WAYS:
+                if way == "planned" or mix[:2] == (2000, 200):
+                    yield _documents_line(settings, size, way, mix, count)
 
 
 def plot_mixes(lines: Sequence[Line], figure: Figure) -> None:
-    figure.set_size_inches(8, 7)
-    rows = figure.subplot_mosaic([["llama31-8b"] * 3, ["qwen25-14b", "qwen25-14b", "llama31-70b"]])
-    for size, mixes in MODELS.items():
-        axes = rows[size.shape]
-        found = only(lines, model=size.shape)
-        names = [
-            f"{p:,}, {o:,}, {d}" if size is LLAMA_8B else f"{p:,}\n{o:,}\n{d}" for p, o, d in mixes
-        ]
-        series = {
-            way: ([_rate(found, way, mix) for mix in mixes], LOOKS[way])
-            for way in ("planned", "LRU, as given")
-        }
-        if size is LLAMA_8B:
-            theirs = [
-                rival("offline", VLLM_NAMES[mix], "sorted") if mix in VLLM_NAMES else None
-                for mix in mixes
-            ]
-            series["vLLM 0.24, sorted, 1,600 and 1,000 requests"] = (theirs, style.RIVAL)
-        style.bars(axes, names, series, "{:.1f}" if size is LLAMA_70B else "{:.0f}")
-        limits = [
-            one(found, prefix=p, own=o, degree=d)["limit_requests_per_s"] for p, o, d in mixes
-        ]
-        style.caps(axes, limits, "limit of the card")
-        axes.tick_params(axis="x", labelsize=7)
-        about = "prefix, own tokens, degree"
-        style.finish(axes, size.shape, about, "requests/s", legend=size is LLAMA_8B)
+    found = only(lines, part="rival")
+    sglang = {"SGLang 0.5.17, shuffled": ([_sglang(line) for line in found], style.PAPER)}
+    _plot_both(lines, figure, {**_beside_vllm(found), **sglang})
 
 
-def _rate(lines: Sequence[Line], way: str, mix: tuple[int, int, int]) -> float | None:
-    prefix, own, degree = mix
-    found = only(lines, way=way, prefix=prefix, own=own, degree=degree)
-    return float(found[-1]["requests_per_s"]) if found else None
+def _beside_vllm(lines: Sequence[Line]) -> Series:
+    series: Series = {"planned": ([line["requests_per_s"] for line in lines], style.OURS)}
+    for order, shown, look in (
+        ("default", "shuffled", style.STORED),
+        ("sorted", "sorted", style.RIVAL),
+    ):
+        rates = [rival("offline", line["job"], order) for line in lines]
+        series[f"vLLM 0.24, {shown}"] = (rates, look)
+    return series
+
+
+def _plot_both(lines: Sequence[Line], figure: Figure, series: Series) -> None:
+    """Draw the jobs of rivals and, if they were run, the scaled ones."""
+    scaled = only(lines, part="scaled")
+    panels = figure.subplots(1, 2 if scaled else 1, squeeze=False)[0]
+    _plot_rivals(panels[0], only(lines, part="rival"), series)
+    if scaled:
+        _plot_ways(panels[1], scaled, "8 % of the paper's job")
+
+
+def _plot_rivals(axes: Axes, lines: Sequence[Line], series: Series) -> None:
+    style.bars(axes, [_named(line) for line in lines], series, "{:.1f}")
+    style.caps(axes, [line["limit_requests_per_s"] for line in lines], "limit of the card")
+    style.finish(axes, "jobs of rivals, 450,000 tokens of KV", ABOUT_MIX, "requests/s")
+
+
+def _plot_ways(axes: Axes, lines: Sequence[Line], title: str, *, legend: bool = True) -> None:
+    """Draw jobs that ran planned and, some of them, in the order given."""
+    planned = only(lines, way="planned")
+    rates: dict[str, list[float | None]] = {way: [] for way in BOTH_WAYS}
+    for line in planned:
+        job = {name: line[name] for name in ("prefix", "own", "degree")}
+        for way, values in rates.items():
+            in_this_way = only(lines, way=way, **job)
+            values.append(in_this_way[-1]["requests_per_s"] if in_this_way else None)
+    series = {way: (values, LOOKS[way]) for way, values in rates.items()}
+    style.bars(axes, [_named(line) for line in planned], series, "{:.1f}")
+    style.caps(axes, [line["limit_requests_per_s"] for line in planned], "limit of the card")
+    axes.tick_params(axis="x", labelsize=7)
+    style.finish(axes, title, ABOUT_MIX, "requests/s", legend=legend)
+
+
+def _named(line: Line) -> str:
+    return f"{line['prefix']:,}\n{line['own']:,}\n{line['degree']}"
+
+
+def _sglang(line: Line) -> float | None:
+    ran = line["job"] in rivals()["sglang_offline"]
+    return rival("sglang_offline", line["job"], "shuffled") if ran else None
 
 
 def judge_mixes(lines: Sequence[Line]) -> Verdict:
-    ours = only(lines, model=LLAMA_8B.shape)
-    gains = []
-    for prefix, own, degree in MIXES:
-        planned, lru = (
-            one(ours, way=way, prefix=prefix, own=own, degree=degree)
-            for way in ("planned", "LRU, as given")
+    gains = {line["job"]: _over_vllm(line) for line in only(lines, part="rival")}
+    ratios = {job: gain.ratio for job, gain in gains.items()}
+    numbers = (Number(min(ratios.values()), 1.4), Number(max(ratios.values()), 3.0))
+    found = {line["job"]: line for line in only(lines, part="rival")}
+    few, many = "b2000-1000-sd4", "b2000-sd16"
+    sglang = found[many]["requests_per_s"] / rival("sglang_offline", many, "shuffled")
+    over_sorted = [
+        line["requests_per_s"] / rival("offline", job, "sorted") for job, line in found.items()
+    ]
+    shares = [line["requests_per_s"] / line["limit_requests_per_s"] for line in found.values()]
+    return Verdict(
+        weighed(numbers),
+        f"with as many requests, the same shuffled prompts and the same KV memory, we are "
+        f"{ratios[many]:.2f} times as fast as vLLM 0.24 with 16 prompts to a prefix of 2,000 and "
+        f"{ratios[few]:.2f} times with 4 and 1,000 own tokens (paper: 1.4 to 3), and at degree 16 "
+        f"{sglang:.2f} times as fast as SGLang 0.5.17 (1.2 to 2.5). If vLLM's prompts are sorted, "
+        f"these are {min(over_sorted):.2f} to {max(over_sorted):.2f} times. We reach "
+        f"{min(shares):.0%} to {max(shares):.0%} of the card's limit. {_told_scaled(lines)}",
+        numbers,
+        tuple(gains.values()),
+    )
+
+
+def _over_vllm(line: Line) -> Gain:
+    """Compare a job with vLLM's, whose prompts were shuffled, too."""
+    rate = rival("offline", line["job"], "default")
+    theirs = {**rival_job(line["job"]), "requests_per_s": rate}
+    return Gain(line, theirs, runs_of(line), Runs(1, rate, rate), is_rival=True)
+
+
+def _scaled_gains(lines: Sequence[Line]) -> dict[Mix, Gain]:
+    """Planned jobs over the same jobs in the order given, with an LRU cache."""
+    scaled = only(lines, part="scaled")
+    gains = {}
+    for line in only(scaled, way="planned"):
+        prefix, own, degree = mix = line["prefix"], line["own"], line["degree"]
+        lru = one(scaled, way="LRU, as given", prefix=prefix, own=own, degree=degree)
+        gains[mix] = gain_of(line, lru)
+    return gains
+
+
+def _told_scaled(lines: Sequence[Line]) -> str:
+    gains = _scaled_gains(lines)
+    if not gains:
+        return "With 8 % of the paper's requests and of its KV memory nothing was run"
+    told = ", ".join(
+        f"{gain.ratio:.2f} with {own:,} own tokens and degree {degree} (prompt tokens found: "
+        f"{gain.ours['saving_ratio']:.0%} and {gain.baseline['saving_ratio']:.0%})"
+        for (_, own, degree), gain in gains.items()
+    )
+    return (
+        "With 8 % of the paper's requests and of its KV memory, the speed of planned jobs over "
+        f"our own engine with an LRU cache and no plan is {told}"
+    )
+
+
+def plot_large(lines: Sequence[Line], figure: Figure) -> None:
+    panels = figure.subplots(1, 2, width_ratios=(3, 1))
+    for axes, size in zip(panels, LARGE, strict=True):
+        found = only(lines, model=size.shape)
+        _plot_ways(axes, found, size.shape, legend=size is QWEN_14B)
+
+
+def judge_large(lines: Sequence[Line]) -> Verdict:
+    gains = [
+        gain_of(
+            one(lines, model=size.shape, way="planned", prefix=2000, own=200, degree=degree), lru
         )
-        gains.append(gain_of(planned, lru))
-    ratios = [gain.ours["requests_per_s"] / gain.baseline["requests_per_s"] for gain in gains]
+        for size in LARGE
+        for lru in only(lines, model=size.shape, way="LRU, as given")
+        for degree in [lru["degree"]]
+    ]
+    ratios = [gain.ratio for gain in gains]
     shares = [
         line["requests_per_s"] / line["limit_requests_per_s"] for line in only(lines, way="planned")
     ]
     numbers = (Number(min(ratios), 1.4), Number(max(ratios), 3.0))
-    has_misses = any(gain.baseline["saving_ratio"] < gain.ours["saving_ratio"] for gain in gains)
     return Verdict(
         weighed(numbers),
-        f"planned jobs of 8B are {min(ratios):.2f} to {max(ratios):.2f} times as fast as the same "
-        "engine with an LRU cache and no plan (paper, over vLLM: 1.4 to 3)"
-        + ("" if has_misses else "; the jobs are so small that the LRU cache never misses")
-        + f". {_beside_rivals(one(ours, way='planned', prefix=2000, own=200, degree=16))}. All "
-        f"models reach {min(shares):.0%} to {max(shares):.0%} of the card's limit",
+        f"planned jobs are {min(ratios):.2f} to {max(ratios):.2f} times as fast as the same engine "
+        "with an LRU cache and no plan (paper, over vLLM: 1.4 to 3); the jobs are so small that "
+        f"the LRU cache never misses. They reach {min(shares):.0%} to {max(shares):.0%} of the "
+        "card's limit",
         numbers,
         tuple(gains),
     )
 
 
-def _beside_rivals(line: Line) -> str:
-    """Compare with vLLM and SGLang, if they ran the same job."""
-    if other := differing(line, rival_job("b2000-sd16")):
-        return (
-            "vLLM and SGLang ran a larger job with 16 prompts per prefix of 2,000 tokens "
-            f"({', '.join(other)}), so they are not compared here, but in the table of results"
-        )
-    vllm = line["requests_per_s"] / rival("offline", "b2000-sd16", "default")
-    sglang = line["requests_per_s"] / rival("sglang_offline", "b2000-sd16", "shuffled")
-    return (
-        f"With 16 prompts per prefix of 2,000 tokens, the one mix that all ran, they are "
-        f"{vllm:.2f} times as fast as vLLM 0.24 and {sglang:.2f} times as fast as SGLang 0.5.17 on "
-        "shuffled prompts"
-    )
-
-
 def run_grid(settings: Settings) -> Iterator[Line]:
     """Fig. 6."""
-    for (prefix, degree), count in GRID.items():
-        for way in ("planned", "LRU, as given"):
-            repeats = LEAST_RUNS if prefix == 2000 else 1
-            yield _line(settings, LLAMA_8B, way, (prefix, 200, degree), count, repeats)
+    yield from _lines_of(settings, RIVAL_GRID, SCALED_GRID)
 
 
 def plot_grid(lines: Sequence[Line], figure: Figure) -> None:
-    panels = figure.subplots(1, 3)
-    for axes, prefix in zip(panels, (2000, 8000, 16000), strict=True):
-        found = only(lines, prefix=prefix, way="planned")
-        degrees = [line["degree"] for line in found]
-        style.curve(axes, found, "degree", "requests_per_s", "planned", style.OURS)
-        style.curve(axes, found, "degree", "limit_requests_per_s", "limit", style.LIMIT)
-        if lru := only(lines, prefix=prefix, way="LRU, as given"):
-            style.curve(axes, lru, "degree", "requests_per_s", "LRU, as given", style.STORED)
-        for name, degree in (("b2000-sd16", 16), ("b16000-sd4", 4)):
-            if name.startswith(f"b{prefix}-"):
-                theirs = [rival("offline", name, order) for order in ("default", "sorted")]
-                look = {**style.RIVAL, "linestyle": ""}
-                axes.plot(
-                    [degree] * 2,
-                    theirs,
-                    label=f"vLLM 0.24, {rival_job(name)['requests']:,} requests",
-                    **look,
-                )
-        axes.set_ylim(bottom=0)
-        style.log2_ticks(axes, degrees)
-        style.finish(axes, f"prefix of {prefix:,}", "requests to a prefix", "requests/s")
+    _plot_both(lines, figure, _beside_vllm(only(lines, part="rival")))
 
 
 def judge_grid(lines: Sequence[Line]) -> Verdict:
-    planned = only(lines, way="planned")
-    shares = [line["requests_per_s"] / line["limit_requests_per_s"] for line in planned]
-    pairs = {
-        (line["prefix"], line["degree"]): (line, lru[-1])
-        for line in planned
-        if (lru := only(lines, way="LRU, as given", prefix=line["prefix"], degree=line["degree"]))
-    }
-    ratio = {
-        point: ours["requests_per_s"] / lru["requests_per_s"]
-        for point, (ours, lru) in pairs.items()
-    }
-    at_16000 = ratio.get((16000, 16))
-    numbers = (Number(ratio[2000, 2], 1.7), Number(at_16000 or 0.0, 10.8))
-    long = one(planned, prefix=16000, degree=4)
-    other = differing(long, rival_job("b16000-sd4"))
-    if other:
-        rivals = f"at 16,000 and degree 4 vLLM ran another job ({', '.join(other)})"
-    else:
-        times = long["requests_per_s"] / rival("offline", "b16000-sd4", "default")
-        rivals = f"at 16,000 and degree 4 it is {times:.1f} times vLLM 0.24's on shuffled prompts"
-    told = ", ".join(
-        f"{each:.2f} ({prefix:,} tokens, degree {degree})"
-        for (prefix, degree), each in ratio.items()
-    )
-    has_misses = any(lru["saving_ratio"] < ours["saving_ratio"] for ours, lru in pairs.values())
+    gains = _scaled_gains(lines)
+    theirs = {line["job"]: _over_vllm(line) for line in only(lines, part="rival")}
+    few = gains.get((2000, 200, 2))
+    numbers = (Number(few.ratio if few else 0.0, 1.7), Number(0.0, 10.8))
     return Verdict(
         weighed(numbers),
-        f"planned / the same engine with an LRU cache: {told} (paper, over vLLM: 1.7 at 2,000 and "
-        "degree 2, 10.8 at 16,000 and degree 16)"
-        + ("" if at_16000 else "; no baseline was run at 8,000 and 16,000")
-        + f"; {rivals}. The planned jobs reach {min(shares):.0%} to {max(shares):.0%} of the "
-        "card's limit"
-        + ("" if has_misses else ". With so few requests the LRU cache never misses"),
+        "with vLLM's own job of 240 requests, prefixes of 16,000 and degree 4, we are "
+        f"{theirs['b16000-sd4'].ratio:.1f} times as fast as vLLM 0.24 on the same shuffled "
+        "prompts, and with its 1,600 requests at 2,000 and degree 16 "
+        f"{theirs['b2000-sd16'].ratio:.2f} times. {_told_scaled(lines)} (paper, over vLLM: 1.7 at "
+        "degree 2). The paper's 10.8 at 16,000 and degree 16, and prefixes of 8,000, were not "
+        "measured",
         numbers,
-        tuple(gain_of(ours, lru) for ours, lru in pairs.values()),
+        (*gains.values(), *theirs.values()),
     )
 
 

@@ -29,6 +29,11 @@ class Size:
     def spec(self) -> ModelSpec:
         return shape_with(self.shape, self.weights)
 
+    def has(self, other: "Size") -> bool:
+        """Whether it is the same model, with at least as much KV memory."""
+        is_same = (self.shape, self.weights) == (other.shape, other.weights)
+        return is_same and self.kv_tokens >= other.kv_tokens
+
 
 @dataclass(slots=True)
 class _Loaded:
@@ -49,11 +54,13 @@ class Engines:
     def engine(
         self, size: Size, share: Share = Share.READS, max_seqs: int | None = None
     ) -> Iterator[Engine]:
-        """Return an engine around random weights, with an empty cache."""
+        """Return an engine around random weights, with an empty cache. It uses as much KV memory
+        as `size` says, also if the loaded model has more."""
         loaded = self._load(size)
         sched = replace(loaded.config.sched, share=share, max_seqs=max_seqs)
         config = replace(loaded.config, sched=sched)
-        engine = join(loaded.runner, loaded.facts, config, EventBus(), around=KeptRunner)
+        facts = _within(loaded.facts, size.kv_tokens)
+        engine = join(loaded.runner, facts, config, EventBus(), around=KeptRunner)
         try:
             yield engine
             engine.check()
@@ -75,7 +82,7 @@ class Engines:
         free_memory()
 
     def _load(self, size: Size) -> _Loaded:
-        if self._loaded is not None and self._loaded.size == size:
+        if self._loaded is not None and self._loaded.size.has(size):
             return self._loaded
         self.close()
         model, cache = ModelConfig(model=size.shape), CacheConfig(kv_tokens=size.kv_tokens)
@@ -83,3 +90,14 @@ class Engines:
         runner, facts = load_runner(RandomOrigin(size.spec, seed=0), config)
         self._loaded = _Loaded(size, config, runner, facts)
         return self._loaded
+
+
+def _within(facts: RunnerFacts, kv_tokens: int) -> RunnerFacts:
+    """The same model with pages for `kv_tokens` only."""
+    num_pages = -(-kv_tokens // facts.page_size)
+    if num_pages >= facts.num_pages:
+        return facts
+    assert not facts.num_parts, "pages with windowed parts cannot be left out"
+    assert not facts.num_states, "pages beside states cannot be left out"
+    longest = min(facts.max_model_len, num_pages * facts.page_size)
+    return replace(facts, num_pages=num_pages, max_model_len=longest)

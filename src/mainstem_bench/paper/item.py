@@ -54,6 +54,11 @@ class Gain:
     baseline_runs: Runs
     is_rival: bool = False  # another engine, measured once
 
+    @property
+    def ratio(self) -> float:
+        """Requests per second, ours over the baseline's."""
+        return float(self.ours["requests_per_s"] / self.baseline["requests_per_s"])
+
 
 @dataclass(frozen=True, slots=True)
 class Sustained:

@@ -18,7 +18,7 @@ from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.offline import warm_up
 from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Settings
-from mainstem_bench.workloads import OfflineJob
+from mainstem_bench.workloads import OfflineJob, shuffled
 
 SYSTEMS = {  # the paper's names for what is shared
     Share.NONE: "vLLM",
@@ -26,6 +26,7 @@ SYSTEMS = {  # the paper's names for what is shared
     Share.READS: "vLLM-RA",
 }
 WARM_SEQS = 256
+RIVAL_VOCAB = 30_000  # ids of their prompts are below this
 VOCAB = 500  # ids of random prompts are below this: every shape's vocabulary has at least this size
 
 
@@ -47,6 +48,12 @@ class Job:
     @classmethod
     def of(cls, prompts: list[list[int]], answers: Int64s) -> "Job":
         return cls(Prompts.from_lists(prompts), answers)
+
+    @classmethod
+    def of_rivals(cls, job: OfflineJob) -> "Job":
+        """Return what rivals ran: the same prompts, shuffled in the same way."""
+        prompts = shuffled(job.prompts(RIVAL_VOCAB))
+        return cls.of(prompts, np.full(len(prompts), job.output))
 
     @classmethod
     def after_prefixes(

@@ -15,6 +15,7 @@ from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival, rival_job
 from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
 from mainstem_bench.paper.style import Axes, Figure
+from mainstem_bench.workloads import OFFLINE_JOBS
 
 LLAMA_7B = Size("llama2-7b", 160_000)
 SYSTEM_TOKENS = (64, 512, 1024, 2048)
@@ -125,11 +126,14 @@ def run_synthetic(settings: Settings) -> Iterator[Line]:
         for share in (Share.READS, Share.STORAGE, *([Share.NONE] if is_first else [])):
             lengths = SYSTEM_TOKENS if is_first else (64, 2048)
             for system in (16, 64) if settings.is_quick else lengths:
-                count = 8 if settings.is_quick else 1000 if is_first else 150
-                job = _after_system(system, np.full(count, user), np.full(count, answer))
+                if is_first and not settings.is_quick:
+                    job = Job.of_rivals(OFFLINE_JOBS[f"relay-{system}"])
+                else:
+                    count = 8 if settings.is_quick else 150
+                    job = _after_system(system, np.full(count, user), np.full(count, answer))
                 repeats = 1 if share is Share.NONE else LEAST_RUNS
                 found = run(settings, size, job, share, repeats=repeats)
-                limit = limit_per_s(LLAMA_7B, 1, count, (system, user, answer))
+                limit = limit_per_s(LLAMA_7B, 1, len(job.answers), (system, user, answer))
                 yield {
                     "system": system, "user": user, "answer": answer,
                     "paper_name": SYSTEMS[share], **found,

@@ -26,6 +26,7 @@ def rival_job(name: str) -> dict[str, Any]:
     """Return what rivals ran under this name, with the keys of our lines."""
     job = OFFLINE_JOBS[name]
     return {
+        "prompts": rivals()["prompts"].get(name),
         "model_shape": job.model_shape,
         "kv_tokens": job.kv_tokens,
         "requests": job.groups * job.degree,
