@@ -63,7 +63,7 @@ def test_requests_one_by_one_start_after_their_system_prompt() -> None:
     assert found == [0, 1500, 1500, 1500]
 
 
-def test_a_shared_beginning_that_nobody_named_is_kept_at_its_second_sight() -> None:
+def test_a_shared_beginning_that_nobody_named_is_found_at_its_second_sight() -> None:
     rng = np.random.default_rng(2)
     document = rng.integers(0, VOCAB, 908).tolist()
     engine = an_engine_with_states()
@@ -71,7 +71,23 @@ def test_a_shared_beginning_that_nobody_named_is_kept_at_its_second_sight() -> N
     for index in range(4):
         prompt = document + rng.integers(0, VOCAB, 60).tolist()
         found += starts(engine, [a_request(prompt, name=str(index), sampling=GREEDY)])
-    assert found == [0, 0, 908, 908]
+    # the first kept a state 512 tokens before its end, at the beginning of a page
+    assert found == [0, 448, 908, 908]
+
+
+@pytest.mark.parametrize(("question", "begin"), [(60, 5280), (600, 4288), (1900, 5584)])
+def test_a_prompt_that_parts_late_computes_little_of_what_it_shares(
+    question: int, begin: int
+) -> None:
+    """States are kept 512, 2,048, ... tokens before the end of a prompt."""
+    rng = np.random.default_rng(6)
+    document = rng.integers(0, VOCAB, 5740).tolist()
+    engine = an_engine_with_states(chunk_tokens=2048)
+    found = []
+    for index, length in enumerate((question, 40)):
+        prompt = document + rng.integers(0, VOCAB, length).tolist()
+        found += starts(engine, [a_request(prompt, name=str(index), sampling=GREEDY)])
+    assert found == [0, begin]
 
 
 def test_a_turn_starts_where_the_last_one_ended() -> None:

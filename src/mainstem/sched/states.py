@@ -7,9 +7,12 @@
 
 A prompt is cut where a queued or running prompt parts from it, at boundaries that its request names
 (the ends of messages), at the end of pages that are public to all tenants, where it parts from a
-cached prompt, and at its last page. Cuts cost no step: a chunk is run in several segments, and the
-state after each is written to a slot of its own. Another sequence can read such a state only in a
-later step.
+cached prompt, and at its last page. Where others will part from it may be unknown, as in questions
+about a document in the same message. So a prompt is also cut 512, 2,048, 8,192, ... tokens before
+its end: one that parts from it d tokens before the end computes at most 512 or 4 d shared tokens
+again, and is then cut where they part. Cuts cost no step: a chunk is run in several segments, and
+the state after each is written to a slot of its own. Another sequence can read such a state only in
+a later step.
 
 With tiers below the device (kv/stored_states.py), a prompt is also cut at the ends of the pages
 before these positions, since only states at the end of a page are stored. An answer passes such
@@ -38,6 +41,9 @@ from mainstem.sched.rows import SequenceRows
 from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.stored_starts import StoredStarts
 from mainstem.sched.table import NO_ROWS, SeqTable
+
+NEAR_END = 512  # tokens between the end of a prompt and the first state before it
+FARTHER = 4  # each further one is so many times as far from the end
 
 
 class SequenceStates:
@@ -202,7 +208,19 @@ class SequenceStates:
     def _wanted_after(self, found: Candidate, last: int) -> list[int]:
         """Where the continuation of a prompt may begin."""
         whole_pages = last // self._page_size * self._page_size
-        return [last, whole_pages, *self._named(found)]
+        return [last, whole_pages, *self._named(found), *self._before_end(found, last)]
+
+    def _before_end(self, found: Candidate, last: int) -> Iterable[int]:
+        """Places at growing distances before the end of a prompt, of its tokens without a state.
+        Tiers below the device would have to store these states, too, so with tiers there are
+        none."""
+        if self._stored is not None:
+            return
+        begin = len(found.match.pages) * self._page_size + found.match.similar_tokens
+        distance = NEAR_END
+        while (position := (last - distance) // self._page_size * self._page_size) > begin:
+            yield position
+            distance *= FARTHER
 
     def _named(self, found: Candidate) -> list[int]:
         """Where other prompts may part from this one, as far as it says so: at the end of what is
