@@ -144,7 +144,9 @@ def fill_vocabulary(file: Path, num_ids: int) -> None:
     words = tokenizer.get("model", {}).get("vocab")
     if not isinstance(words, dict):
         return
-    known = {*words.values(), *(token["id"] for token in tokenizer.get("added_tokens", []))}
+    # one that is not among the words would get another id when the file is read
+    words |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    known = set(words.values())
     words |= {f"word{number}": number for number in range(num_ids) if number not in known}
     file.write_text(json.dumps(tokenizer, ensure_ascii=False))
 
