@@ -185,7 +185,7 @@ def _write_header(out: BinaryIO, shapes: Mapping[str, Shape]) -> list[int]:
 
 def _write_at(file: int, tensor: Tensor, begin: int) -> None:
     """Write a tensor's bytes to an open file."""
-    rest = memoryview(tensor.cpu().flatten().view(torch.uint8).numpy())
+    rest = tensor.cpu().flatten().view(torch.uint8).numpy().data
     while rest:
         count = os.pwrite(file, rest, begin)  # at most 2 GB at a time
         rest, begin = rest[count:], begin + count

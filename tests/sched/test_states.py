@@ -8,6 +8,7 @@ import pytest
 from mainstem.core.config import SchedConfig
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.engine import Engine
+from mainstem.sched import states
 from tests.builders import VOCAB, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer
 
@@ -142,15 +143,19 @@ def test_ends_of_planned_answers_are_not_kept(is_planned: bool, num_kept: int) -
         for i, p in enumerate(prompts)
     ]
     run_all(engine, requests)
-    states = engine._store.states
-    assert states is not None
-    assert states.num_kept == num_kept
+    kept = engine._store.states
+    assert kept is not None
+    assert kept.num_kept == num_kept
 
 
-@pytest.mark.parametrize("num_trees", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_random_trees_compute_little_more_than_the_plan_allows(num_trees: int) -> None:
+@pytest.mark.parametrize("near_end", [states.NEAR_END, 32])
+@pytest.mark.parametrize("num_trees", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_trees_compute_little_more_than_the_plan_allows(
+    num_trees: int, near_end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each prompt, what no earlier prompt has in common with it must be computed, and the
-    prompt's last token."""
+    prompt's last token. With states near the ends of these short prompts, too."""
+    monkeypatch.setattr(states, "NEAR_END", near_end)
     rng = np.random.default_rng(4)
     computed, possible = 0, 0
     for _tree in range(num_trees):
@@ -183,8 +188,11 @@ def _most_shared(prompts: list[list[int]]) -> list[int]:
     return shared
 
 
-@pytest.mark.parametrize("num_states", [1, 2, 3])
-def test_few_states_limit_the_sequences_that_run_and_lose_no_answer(num_states: int) -> None:
+@pytest.mark.parametrize("num_states", [1, 2, 3, 9])
+def test_few_states_limit_the_sequences_that_run_and_lose_no_answer(
+    num_states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "NEAR_END", 17)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 3, rng.integers(20, 90)).tolist() for _ in range(20)]
     requests = [a_request(p, name=str(i), sampling=GREEDY) for i, p in enumerate(prompts)]
