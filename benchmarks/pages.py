@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from PIL import Image
-from rows import headlines, models_table, served_table, table
+from rows import headlines, hybrid_table, models_table, served_table, table
 
 from mainstem_bench.paper.command import draw, judged, outcome_at
 from mainstem_bench.paper.item import Item, Line, Outcome
@@ -38,6 +38,7 @@ def blocks() -> dict[str, dict[str, str]]:
             "results": table(),
             "models": models_table(),
             "served": served_table(),
+            "hybrid": hybrid_table(),
             "papers": overview(),
         },
         **{

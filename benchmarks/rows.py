@@ -13,6 +13,8 @@ from typing import Any
 
 from mainstem_bench.paper.rivals import rival as known
 from mainstem_bench.paper.rivals import rivals
+from mainstem_bench.scaled import step_bytes, token_flops
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OFFLINE_JOBS
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -221,7 +223,7 @@ ROWS = [
                 "classify",
                 "qwen36-35b-a3b",
                 "Qwen3.6-35B-A3B, labels for 4,000 short rows after one instruction",
-                "--siblings off",
+                "--siblings off --states 780",
             ),
         )
     ),
@@ -358,6 +360,48 @@ def served_table() -> str:
             values = " | ".join(_bold(f"{ours:g}", f"{theirs:g}", is_ours=is_ours))
             lines.append(f"| {line['about']} | {SERVED_UNITS[name]} | {values} |")
     return "\n".join(lines)
+
+
+HYBRID_LOADS = {
+    "apps": "4 system prompts of about 1,830 tokens, 128 answer tokens",
+    "docs": "12 documents of about 4,900 tokens, 64 answer tokens",
+}
+FP8_BYTES = 1.0  # of a weight of the layers
+
+
+def hybrid_table() -> str:
+    """A served hybrid beside a smaller model, whose times are scaled to the hybrid's size."""
+    lines = [
+        "| load | what | 8B | scaled to the 27B | Qwen3.6-27B | of it |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for load, about in HYBRID_LOADS.items():
+        small, large = (
+            latest("hybrids-h200.jsonl", _is(bench="served", model_shape=shape, load=load, seed=1))
+            for shape in ("llama31-8b", "qwen36-27b")
+        )
+        what = f"{about}; {small['rate']:g} and {large['rate']:.2f} requests/s"
+        flops, moved = _flops(large) / _flops(small), _moved(large) / _moved(small)
+        for field, name, ratio in (
+            ("ttft_ms_mean", "first token, mean, ms", flops),
+            ("ttft_ms_p50", "median", flops),
+            ("ttft_ms_p99", "p99", flops),
+            ("itl_ms_mean", "a token, mean, ms", moved),
+        ):
+            ours, of = float(str(large[field])), float(str(small[field]))
+            row = f"{name} | {of:g} | {of * ratio:.1f} | {ours:g} | {ours / (of * ratio):.2f}"
+            lines.append(f"| {what} | {row} |")
+            what = ""
+    return "\n".join(lines)
+
+
+def _flops(line: Line) -> float:
+    return token_flops(SHAPES[str(line["model_shape"])], int(str(line["prompt_tokens"])))
+
+
+def _moved(line: Line) -> float:
+    running, keys = (int(str(line[name])) for name in ("running", "keys_per_step"))
+    return step_bytes(SHAPES[str(line["model_shape"])], FP8_BYTES, running, keys)
 
 
 def beside(bench: str) -> list[dict[str, Any]]:

@@ -4,19 +4,24 @@ shape whose weights are too large to download, or not public.
     mainstem bench checkpoint --model-shape qwen36-35b-a3b --tokenizer FOLDER_OF_A_MODEL DIR
 
 The folder has config.json, weights in bf16 and, if given, the tokenizer of another model; its ids
-must be below the shape's vocabulary. Weights have the same spread as in the other benchmarks of
-random weights. Equal seeds give equal weights on the same device. The tokens of answers mean
-nothing: clients should set the length of answers and `ignore_eos`.
+must be below the shape's vocabulary. Ids that it lacks get words of their own, so that clients see
+every token. Weights have the same spread as in the other benchmarks of random weights. Equal seeds
+give equal weights on the same device. The tokens of answers mean nothing: clients should set the
+length of answers and `ignore_eos`.
 """
 
 import argparse
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mainstem.cli.flag_types import positive_count
@@ -28,6 +33,9 @@ from mainstem.models.weights import RandomWeights, part_shape
 from mainstem_bench.shapes import CONFIGS, SHAPES
 
 SHARD_BYTES = 4 << 30
+ELEMENT_BYTES = 2  # bf16
+WRITERS = 8  # threads; one writes 1 to 2 GB/s
+TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = ("token*", "*template*", "vocab*", "merges*", "special_tokens*")
 MODEL_TYPES = {
     "FalconForCausalLM": "falcon",
@@ -91,6 +99,7 @@ def write_checkpoint(folder: Path, name: str, seed: int = 1, tokenizer: Path | N
     if tokenizer is not None:
         for file in (found for each in TOKENIZER_FILES for found in tokenizer.glob(each)):
             shutil.copy(file, folder)
+        fill_vocabulary(folder / TOKENIZER_FILE, SHAPES[name].vocab_size)
     # last: a folder without it is no model
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return num_bytes
@@ -126,19 +135,81 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return names.shapes
 
 
-def write_tensors(folder: Path, shapes: dict[str, Shape], source: RandomWeights) -> int:
+def fill_vocabulary(file: Path, num_ids: int) -> None:
+    """Give a word to each id below `num_ids` that a tokenizer.json lacks. No text is encoded to
+    these words. A vocabulary with scores (Unigram) is left as it is."""
+    if not file.exists():
+        return
+    tokenizer = json.loads(file.read_text())
+    words = tokenizer.get("model", {}).get("vocab")
+    if not isinstance(words, dict):
+        return
+    # one that is not among the words would get another id when the file is read
+    words |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    known = set(words.values())
+    words |= {f"word{number}": number for number in range(num_ids) if number not in known}
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+def _shards(shapes: Mapping[str, Shape]) -> Iterable[list[str]]:
+    """Cut the names into lists of about SHARD_BYTES of tensors."""
+    shard, in_shard = list[str](), 0
+    for name, shape in shapes.items():
+        shard.append(name)
+        in_shard += _num_bytes(shape)
+        if in_shard >= SHARD_BYTES:
+            yield shard
+            shard, in_shard = [], 0
+    if shard:
+        yield shard
+
+
+def _num_bytes(shape: Shape) -> int:
+    return ELEMENT_BYTES * math.prod(shape)
+
+
+def _write_header(out: BinaryIO, shapes: Mapping[str, Shape]) -> list[int]:
+    """Write the head of a safetensors file of bf16; returns where each tensor begins."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins, begin = list[int](), 0
+    for name, shape in shapes.items():
+        begins.append(begin)
+        begin += _num_bytes(shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begins[-1], begin]}
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    out.write(len(head).to_bytes(8, "little") + head)
+    out.flush()
+    return [out.tell() + each for each in begins]
+
+
+def _write_at(file: int, tensor: Tensor, begin: int) -> None:
+    """Write a tensor's bytes to an open file."""
+    rest = tensor.cpu().flatten().view(torch.uint8).numpy().data
+    while rest:
+        count = os.pwrite(file, rest, begin)  # at most 2 GB at a time
+        rest, begin = rest[count:], begin + count
+
+
+def write_tensors(folder: Path, shapes: Mapping[str, Shape], source: RandomWeights) -> int:
     """Write all tensors in shards, and an index; returns their bytes."""
-    shard: dict[str, Tensor] = {}
     files: dict[str, str] = {}
-    total = in_shard = num_shards = 0
-    for number, (name, shape) in enumerate(shapes.items(), 1):
-        shard[name] = source.take(name, shape).cpu()
-        files[name] = f"model-{num_shards:05d}.safetensors"
-        in_shard += shard[name].nbytes
-        if in_shard >= SHARD_BYTES or number == len(shapes):
-            save_file(shard, folder / files[name], metadata={"format": "pt"})
-            total, num_shards = total + in_shard, num_shards + 1
-            shard, in_shard = {}, 0
+    writing: deque[Future[None]] = deque()
+    total = 0
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for number, names in enumerate(_shards(shapes)):
+            file = f"model-{number:05d}.safetensors"
+            with (folder / file).open("wb") as out:
+                begins = _write_header(out, {name: shapes[name] for name in names})
+                for name, begin in zip(names, begins, strict=True):
+                    tensor = source.take(name, shapes[name])
+                    writing.append(pool.submit(_write_at, out.fileno(), tensor, begin))
+                    if len(writing) > 2 * WRITERS:  # these tensors are in memory
+                        writing.popleft().result()
+                while writing:
+                    writing.popleft().result()
+            files |= dict.fromkeys(names, file)
+            total += sum(_num_bytes(shapes[name]) for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total

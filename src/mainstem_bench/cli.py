@@ -13,6 +13,10 @@ BENCHES = {
     "plan": ("mainstem_bench.plan", "seconds and memory of planning up to 1M prompts"),
     "shares": ("mainstem_bench.shares", "a plan of 10M rows cut for 1,000 workers"),
     "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
+    "scaled": (
+        "mainstem_bench.scaled",
+        "what a served model should take, by the measurement of another",
+    ),
     "gaps": ("mainstem_bench.gaps", "how long streams stop beside another client's prompt"),
     "replay": ("mainstem_bench.replay", "recorded requests of a server, on the engine alone"),
     "policies": ("mainstem_bench.policies", "the same arrivals under lookahead, LRU and FIFO"),

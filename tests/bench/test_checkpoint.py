@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig
@@ -67,6 +69,23 @@ def test_a_tokenizer_is_copied(tmp_path: Path) -> None:
     assert (folder / "tokenizer.json").exists()
     assert (folder / "chat_template.jinja").exists()
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_every_id_has_a_text(tmp_path: Path) -> None:
+    """Clients of a server see a token only by its text."""
+    of, folder = tmp_path / "of", tmp_path / "made"
+    of.mkdir()
+    small = Tokenizer(BPE({"a": 0, "b": 1}, []))
+    small.add_special_tokens(["<s>"])
+    small.save(str(of / "tokenizer.json"))
+    main(["--model-shape", "tiny", "--tokenizer", str(of), str(folder)])
+    filled = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    num_ids = SHAPES["tiny"].vocab_size
+    words = [filled.decode([number], skip_special_tokens=False) for number in range(num_ids)]
+    assert all(words)
+    assert len(set(words)) == num_ids
+    assert words[:4] == ["a", "b", "<s>", "word3"]
+    assert filled.encode("abba").ids == [0, 1, 1, 0]
 
 
 def test_an_existing_folder_is_refused(tmp_path: Path) -> None:

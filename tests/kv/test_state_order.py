@@ -249,3 +249,60 @@ def test_a_pinned_prefix_keeps_its_state(is_pinned: bool, start: int) -> None:
     if not is_pinned:
         assert engine.pin("app", ()) == 0
     assert start_after_others(engine, system, 12) == start
+
+
+def guess(store: StateStore, chain: PageChain, num_tokens: int) -> StatePlace | None:
+    place = StatePlace.of(chain, num_tokens)
+    if (slot := store.take_for_guess(place)) is None:
+        return None
+    store.keep(place, slot, is_guess=True)
+    store.check()
+    return place
+
+
+def test_a_guess_leaves_before_states_that_are_wanted() -> None:
+    """One of 240 tokens, an eighth of whose price is less than 40."""
+    store, chain = StateStore(3), a_chain(tokens(1, 300))
+    early = keep(store, a_chain(tokens(2, 40)), 40)
+    guessed, end = guess(store, chain, 240), keep(store, chain, 300)
+    assert guessed is not None
+    keep(store, a_chain(tokens(3, 40)), 40)
+    assert store.has(early)
+    assert store.has(end)
+    assert not store.has(guessed)
+
+
+def test_a_guess_does_not_lower_the_price_of_the_state_after_it() -> None:
+    """The end is 20 tokens after the guess, and 120 after the state before both."""
+    store, chain = StateStore(4), a_chain(tokens(1, 140))
+    keep(store, chain, 20)
+    guess(store, chain, 120)
+    end, other = keep(store, chain, 140), keep(store, a_chain(tokens(2, 50)), 50)
+    for _ in range(3):  # the state before, the guess, and the other one
+        assert store.take() is not None
+    assert store.has(end)
+    assert not store.has(other)
+
+
+def test_a_guess_takes_no_slot_from_a_state_of_more_worth() -> None:
+    store = StateStore(1)
+    kept = keep(store, a_chain(tokens(1, 60)), 60)
+    assert guess(store, a_chain(tokens(2, 200)), 200) is None
+    assert store.has(kept)
+    better = guess(store, a_chain(tokens(3, 800)), 800)
+    assert better is not None
+    assert not store.has(kept)
+
+
+def test_a_guess_takes_no_slot_from_a_pinned_state() -> None:
+    store, chain = StateStore(1), a_chain(tokens(1, 60))
+    keep(store, chain, 60)
+    store.pin(chain)
+    assert guess(store, a_chain(tokens(3, 8000)), 8000) is None
+
+
+def test_a_guess_takes_no_slot_from_a_state_that_a_request_waits_for() -> None:
+    store, chain = StateStore(1), a_chain(tokens(1, 60))
+    keep(store, chain, 50)
+    store.awaited = lambda: [chain]
+    assert guess(store, a_chain(tokens(3, 8000)), 8000) is None

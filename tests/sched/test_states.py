@@ -8,6 +8,7 @@ import pytest
 from mainstem.core.config import SchedConfig
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.engine import Engine
+from mainstem.sched import states
 from tests.builders import VOCAB, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer
 
@@ -63,7 +64,7 @@ def test_requests_one_by_one_start_after_their_system_prompt() -> None:
     assert found == [0, 1500, 1500, 1500]
 
 
-def test_a_shared_beginning_that_nobody_named_is_kept_at_its_second_sight() -> None:
+def test_a_shared_beginning_that_nobody_named_is_found_at_its_second_sight() -> None:
     rng = np.random.default_rng(2)
     document = rng.integers(0, VOCAB, 908).tolist()
     engine = an_engine_with_states()
@@ -71,7 +72,23 @@ def test_a_shared_beginning_that_nobody_named_is_kept_at_its_second_sight() -> N
     for index in range(4):
         prompt = document + rng.integers(0, VOCAB, 60).tolist()
         found += starts(engine, [a_request(prompt, name=str(index), sampling=GREEDY)])
-    assert found == [0, 0, 908, 908]
+    # the first kept a state 512 tokens before its end, at the beginning of a page
+    assert found == [0, 448, 908, 908]
+
+
+@pytest.mark.parametrize(("question", "begin"), [(60, 5280), (600, 4288), (1900, 5584)])
+def test_a_prompt_that_parts_late_computes_little_of_what_it_shares(
+    question: int, begin: int
+) -> None:
+    """States are kept 512, 2,048, ... tokens before the end of a prompt."""
+    rng = np.random.default_rng(6)
+    document = rng.integers(0, VOCAB, 5740).tolist()
+    engine = an_engine_with_states(chunk_tokens=2048)
+    found = []
+    for index, length in enumerate((question, 40)):
+        prompt = document + rng.integers(0, VOCAB, length).tolist()
+        found += starts(engine, [a_request(prompt, name=str(index), sampling=GREEDY)])
+    assert found == [0, begin]
 
 
 def test_a_turn_starts_where_the_last_one_ended() -> None:
@@ -126,15 +143,19 @@ def test_ends_of_planned_answers_are_not_kept(is_planned: bool, num_kept: int) -
         for i, p in enumerate(prompts)
     ]
     run_all(engine, requests)
-    states = engine._store.states
-    assert states is not None
-    assert states.num_kept == num_kept
+    kept = engine._store.states
+    assert kept is not None
+    assert kept.num_kept == num_kept
 
 
-@pytest.mark.parametrize("num_trees", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_random_trees_compute_little_more_than_the_plan_allows(num_trees: int) -> None:
+@pytest.mark.parametrize("near_end", [states.NEAR_END, 32])
+@pytest.mark.parametrize("num_trees", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_trees_compute_little_more_than_the_plan_allows(
+    num_trees: int, near_end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each prompt, what no earlier prompt has in common with it must be computed, and the
-    prompt's last token."""
+    prompt's last token. With states near the ends of these short prompts, too."""
+    monkeypatch.setattr(states, "NEAR_END", near_end)
     rng = np.random.default_rng(4)
     computed, possible = 0, 0
     for _tree in range(num_trees):
@@ -167,8 +188,11 @@ def _most_shared(prompts: list[list[int]]) -> list[int]:
     return shared
 
 
-@pytest.mark.parametrize("num_states", [1, 2, 3])
-def test_few_states_limit_the_sequences_that_run_and_lose_no_answer(num_states: int) -> None:
+@pytest.mark.parametrize("num_states", [1, 2, 3, 9])
+def test_few_states_limit_the_sequences_that_run_and_lose_no_answer(
+    num_states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "NEAR_END", 17)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 3, rng.integers(20, 90)).tolist() for _ in range(20)]
     requests = [a_request(p, name=str(i), sampling=GREEDY) for i, p in enumerate(prompts)]

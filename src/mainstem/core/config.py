@@ -73,7 +73,7 @@ class Share(Enum):
 class Siblings(Enum):
     """Whether sequences that start from one state of recurrent layers read it together."""
 
-    AUTO = "auto"  # on a CPU; on a GPU it has run in parts only, not yet as a whole
+    AUTO = "auto"  # on a CPU; on a GPU no whole job has gained from it yet
     ON = "on"
     OFF = "off"
 

@@ -39,6 +39,7 @@ DEVICE_AWAITED = 1 << 61  # above the worth of pages that no request waits for, 
 DEVICE_PINNED = 1 << 62  # above the worth of every page that is not pinned
 SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
 MOST_USES = 4  # of a state; later ones do not raise its price, so it leaves when nobody comes
+GUESS_SHARE = 8  # a guess has this part of the price of a state that is wanted
 NOTHING_BEFORE = -1  # a state before which no other one is kept
 
 
@@ -174,6 +175,9 @@ class StateOrder(DeviceOrder):
         o-------- 1,500 tokens --------o- 20 -o        evicted first: the last one (20 tokens);
                                        '-- 700 --o     then the one after 700 tokens, unless the
                                                        one before it was not used for long
+
+    A guess is a state where nobody is known to continue. Its price is an eighth, and the prices of
+    others are as if it were not there.
     """
 
     def __init__(self, num_states: int, ranking: Ranking) -> None:
@@ -182,13 +186,27 @@ class StateOrder(DeviceOrder):
         self._cost = np.zeros(num_states + 1, np.int64)
         self._before = np.full(num_states, NOTHING_BEFORE, np.int32)
         self._num_uses = np.zeros(num_states, np.int64)
+        self._is_guess = np.zeros(num_states, np.bool_)
 
-    def insert(self, slot: int, cost: int, before: int, after: Sequence[int]) -> None:
+    def insert(
+        self, slot: int, cost: int, before: int, after: Sequence[int], *, is_guess: bool = False
+    ) -> None:
         """A state is kept. `cost` is that of all tokens up to it; the states `after` it had the
-        state `before` it in their place until now."""
+        state `before` it in their place until now. No state is after a guess."""
         self._cost[slot], self._before[slot] = cost, before
         self._before[after] = slot
+        self._is_guess[slot] = is_guess
         self.use(slot)
+
+    def without_guess(self, slot: int) -> int:
+        """The state, or the one before it if it is a guess."""
+        return int(self._before[slot]) if slot >= 0 and self._is_guess[slot] else slot
+
+    def is_below_guess(self, slot: int, cost: int, before: int) -> bool:
+        """Whether a state is worth less than a guess of `cost` after `before` would be."""
+        guess = self._clock + (cost - int(self._cost[before])) // GUESS_SHARE
+        is_free = slot not in self._pins
+        return is_free and int(self._rank[slot] + self._prices()[slot]) < guess
 
     def after(self, slot: int, cost: int = 0) -> list[int]:
         """The states that have this one (or NOTHING_BEFORE) before them, and cost more than
@@ -204,6 +222,7 @@ class StateOrder(DeviceOrder):
         """A state is not kept any more."""
         self._before[self._before == slot] = self._before[slot]
         self._before[slot], self._cost[slot], self._num_uses[slot] = NOTHING_BEFORE, 0, 0
+        self._is_guess[slot] = False
         self.forget(np.array([slot], np.int32))
 
     def note_evicted(self, slot: int) -> None:
@@ -220,7 +239,8 @@ class StateOrder(DeviceOrder):
         return order
 
     def _prices(self) -> Int64s:
-        return (self._cost[:-1] - self._cost[self._before]) * self._num_uses
+        prices = (self._cost[:-1] - self._cost[self._before]) * self._num_uses
+        return np.where(self._is_guess, prices // GUESS_SHARE, prices)
 
 
 class TierOrder(Generic[K]):

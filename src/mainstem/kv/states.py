@@ -89,6 +89,7 @@ class StateStore:
         self._bus = EventBus() if bus is None else bus
         self._cost = cost
         self._victims: list[int] = []  # planned evictions, the next one last
+        self._awaited_slots: set[int] = set()  # of waiting requests, when these were planned
         self._free = list(range(num_states - 1, -1, -1))
         self._slot_of: dict[StatePlace, int] = {}
         self._place_of: dict[int, StatePlace] = {}
@@ -116,10 +117,28 @@ class StateStore:
         if (slot := self._victim()) is None:
             self._num_refused += 1
             return None
+        self._evict(slot)
+        return slot
+
+    def take_for_guess(self, place: StatePlace) -> int | None:
+        """A slot for a state where nobody is known to continue: a free one, or that of the next
+        victim if it is worth less."""
+        if self._free:
+            return self._free.pop()
+        if (slot := self._victim()) is None:
+            return None
+        before = self._order.without_guess(self.find(place.chain, place.num_tokens - 1)[1])
+        cost, is_awaited = int(self._cost(place.num_tokens)), slot in self._awaited_slots
+        if is_awaited or not self._order.is_below_guess(slot, cost, before):
+            self._victims.append(slot)
+            return None
+        self._evict(slot)
+        return slot
+
+    def _evict(self, slot: int) -> None:
         self._order.note_evicted(slot)
         self._forget(self._place_of[slot])
         self._num_evicted += 1
-        return slot
 
     def report(self) -> None:
         """Publish how many states were evicted for others since the last call, and how often there
@@ -146,18 +165,20 @@ class StateStore:
         """A sequence does not need its own slot any more."""
         self._free.append(slot)
 
-    def keep(self, place: StatePlace, slot: int) -> bool:
+    def keep(self, place: StatePlace, slot: int, *, is_guess: bool = False) -> bool:
         """Keep the state in `slot`, which was taken before, as the most recently used. False, and
-        the slot is free: this state is kept already."""
+        the slot is free: this state is kept already. `is_guess`: nobody is known to continue
+        there."""
         if place in self._slot_of:
             self._use(self._slot_of[place])
             self._free.append(slot)
             return False
         _, before = self.find(place.chain, place.num_tokens - 1)
+        before = self._order.without_guess(before)
         cost, place_of = int(self._cost(place.num_tokens)), self._place_of
-        deeper = self._order.after(before, cost)
+        deeper = [] if is_guess else self._order.after(before, cost)
         after = [each for each in deeper if place.is_before(place_of[each])]
-        self._order.insert(slot, cost, before, after)
+        self._order.insert(slot, cost, before, after, is_guess=is_guess)
         self._slot_of[place] = slot
         self._place_of[slot] = place
         self._times_kept[slot] += 1
@@ -302,6 +323,7 @@ class StateStore:
 
     def _plan_victims(self) -> list[int]:
         awaited = [self.find(chain, len(chain.token_ids) - 1)[1] for chain in self.awaited()]
+        self._awaited_slots = set(awaited)
         unused = [slot for slot in self._place_of if not self._is_used(slot)]
         order = self._order.sort(unused, [slot for slot in awaited if slot != NO_STATE])
         return order[: 1 + self.num_states // PLAN_SHARE][::-1]

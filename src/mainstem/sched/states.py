@@ -7,9 +7,12 @@
 
 A prompt is cut where a queued or running prompt parts from it, at boundaries that its request names
 (the ends of messages), at the end of pages that are public to all tenants, where it parts from a
-cached prompt, and at its last page. Cuts cost no step: a chunk is run in several segments, and the
-state after each is written to a slot of its own. Another sequence can read such a state only in a
-later step.
+cached prompt, and at its last page. Where others will part from it may be unknown, as in questions
+about a document in the same message. So a prompt is also cut 512, 2,048, 8,192, ... tokens before
+its end: one that parts from it d tokens before the end computes at most 512 or 4 d shared tokens
+again, and is then cut where they part. Cuts cost no step: a chunk is run in several segments, and
+the state after each is written to a slot of its own. Another sequence can read such a state only in
+a later step.
 
 With tiers below the device (kv/stored_states.py), a prompt is also cut at the ends of the pages
 before these positions, since only states at the end of a page are stored. An answer passes such
@@ -39,6 +42,9 @@ from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.stored_starts import StoredStarts
 from mainstem.sched.table import NO_ROWS, SeqTable
 
+NEAR_END = 512  # tokens between the end of a prompt and the first state before it
+FARTHER = 4  # how much farther from the end each further one is
+
 
 class SequenceStates:
     """The states of running sequences, and the plan of which to keep."""
@@ -60,7 +66,8 @@ class SequenceStates:
         self._num_spares = 0  # second slots of decodes
         # of sequences that read a state and never write one
         self.rows = None if store.rows is None else SequenceRows(store.rows, states, table)
-        self._cuts: dict[Sequence, set[int]] = {}  # of prompts that are being computed
+        # of prompts that are being computed, and whether they are guesses
+        self._cuts: dict[Sequence, dict[int, bool]] = {}
 
     # --- where to start -------------------------------------------------------------------------
 
@@ -187,6 +194,9 @@ class SequenceStates:
             return
         last = found.num_known - 1  # it is always computed, for its logits
         wanted = self._wanted_after(found, last) if self._may_return(sequence) else []
+        # tiers below the device would have to store these states, too
+        if wanted and self._stored is None:
+            self._plan(sequence, self._before_end(begin, last), are_guesses=True)
         wanted += planned
         cuts = {self._findable(min(position, last), found.num_known) for position in wanted}
         if sequence.chain is not None:
@@ -203,6 +213,13 @@ class SequenceStates:
         """Where the continuation of a prompt may begin."""
         whole_pages = last // self._page_size * self._page_size
         return [last, whole_pages, *self._named(found)]
+
+    def _before_end(self, begin: int, last: int) -> Iterable[int]:
+        """Places at growing distances before the end of a prompt that starts at `begin`."""
+        distance = NEAR_END
+        while (position := (last - distance) // self._page_size * self._page_size) > begin:
+            yield position
+            distance *= FARTHER
 
     def _named(self, found: Candidate) -> list[int]:
         """Where other prompts may part from this one, as far as it says so: at the end of what is
@@ -242,13 +259,15 @@ class SequenceStates:
         for other in self._unfinished():
             self._plan(other, [self._shared(other, chain, most)])
 
-    def _plan(self, sequence: Sequence, positions: Iterable[int]) -> None:
+    def _plan(
+        self, sequence: Sequence, positions: Iterable[int], *, are_guesses: bool = False
+    ) -> None:
         """Keep states at these positions of a prompt that is being computed."""
-        cuts, page_size = self._cuts.setdefault(sequence, set()), self._page_size
+        cuts, page_size = self._cuts.setdefault(sequence, {}), self._page_size
         for position in positions:
-            cuts.add(position)
+            cuts[position] = are_guesses and cuts.get(position, True)
             if self._stored is not None:
-                cuts.add(position // page_size * page_size)
+                cuts[position // page_size * page_size] = False
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -264,7 +283,7 @@ class SequenceStates:
         rows = None if self.rows is None else self.rows.use(slots)
         table.state_read[slots] = own if rows is None else np.where(own == NO_STATE, reads, own)
         starts, writes, counts = list[int](), own[: len(decodes)].tolist(), list[int]()
-        kept: dict[StatePlace, int] = {}
+        kept: dict[StatePlace, tuple[int, bool]] = {}
         names: list[PageKey] = []
         held_next: list[int] = []
         first = len(decodes)
@@ -273,14 +292,16 @@ class SequenceStates:
             num_segments = 1
             last = int(table.state_own[chunk.slot])
             has_rows = last == NO_STATE  # and writes no state
-            for position in self._take_cuts(chunk.slot, end):
+            for position, is_guess in self._take_cuts(chunk.slot, end):
                 place = self._place(chunk.slot, position)
                 names.append(place.name())
                 if has_rows or place in kept or self._states.has(place):
                     continue
-                if (free := self._states.take()) is None:
+                states = self._states
+                free = states.take_for_guess(place) if is_guess else states.take()
+                if free is None:
                     continue
-                kept[place] = free
+                kept[place] = free, is_guess
                 if position == end:
                     last = free
                 else:
@@ -294,8 +315,8 @@ class SequenceStates:
             starts.append(first)
             writes.append(last)
             counts.append(num_segments)
-        for place, free in kept.items():
-            self._keep(place, free, is_written=False)
+        for place, (free, is_guess) in kept.items():
+            self._keep(place, free, is_written=False, is_guess=is_guess)
         for state in held_next:
             self._states.hold(state)
         self._states.release(reads[(reads != own) & (reads != NO_STATE) & (own != NO_STATE)])
@@ -355,8 +376,10 @@ class SequenceStates:
         self._num_spares += 1
         return self._states.take()
 
-    def _keep(self, place: StatePlace, slot: int, *, is_written: bool) -> None:
-        if self._states.keep(place, slot) and self._stored is not None:
+    def _keep(
+        self, place: StatePlace, slot: int, *, is_written: bool, is_guess: bool = False
+    ) -> None:
+        if self._states.keep(place, slot, is_guess=is_guess) and self._stored is not None:
             self._stored.states.note_kept(place, is_written=is_written)
 
     def launched(self, step_id: StepId) -> None:
@@ -370,17 +393,18 @@ class SequenceStates:
         if self._stored is not None:
             self._stored.states.settle(step_id)
 
-    def _take_cuts(self, slot: SeqSlot, end: int) -> list[int]:
-        """The planned positions up to `end`, in order; they are done with."""
+    def _take_cuts(self, slot: SeqSlot, end: int) -> list[tuple[int, bool]]:
+        """The planned positions up to `end`, in order, and whether each is a guess; they are done
+        with."""
         sequence = self._table.sequence(slot)
         if (planned := self._cuts.get(sequence)) is None:
             return []
-        reached = {position for position in planned if position <= end}
-        planned -= reached
+        reached = {position: planned.pop(position) for position in list(planned) if position <= end}
         if end >= self._table.prefill_end[slot]:
             del self._cuts[sequence]
         begin = int(self._table.computed[slot])
-        return sorted(p for p in reached if p > max(begin, self._page_size - 1))
+        least = max(begin, self._page_size - 1)
+        return sorted(cut for cut in reached.items() if cut[0] > least)
 
     def _place(self, slot: SeqSlot, position: int) -> StatePlace:
         sequence = self._table.sequence(slot)
@@ -394,7 +418,7 @@ class SequenceStates:
         """A sequence leaves: keep its state, if it is known which tokens are in it. Returns the
         names of states that it will not write any more."""
         table, sequence = self._table, self._table.sequence(slot)
-        planned = self._cuts.pop(sequence, set())
+        planned = self._cuts.pop(sequence, {})
         names = [self._place(slot, position).name() for position in planned]
         own, read = int(table.state_own[slot]), int(table.state_read[slot])
         had_rows = self.rows is not None and self.rows.leave(slot)
