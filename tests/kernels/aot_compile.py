@@ -545,11 +545,17 @@ def _packed_jobs(target: str) -> Iterator[Job]:
         kind = {"IS_GATED": is_gated, "HAS_BIAS": is_gated, "ACTIVATION": "clamped"}
         yield Job(
             few_experts._few_kernel,
-            {**kind, "BLOCKS": 22, "TAIL": 2, "GROUP_ROWS": few_experts.GROUP_ROWS},
+            {
+                **kind,
+                "BLOCKS": 22,
+                "TAIL": 2,
+                "GROUP_ROWS": few_experts.GROUP_ROWS,
+                "PROGRAMS": few_experts.PROGRAMS,
+            },
             {"words_ptr": "*i16"},
             few_experts.OPTIONS,
             GluonASTSource,
-            most_shared=0,  # nothing moves between threads
+            most_shared=16,  # no tensor moves between threads, only a counter's value
         )
     for tiles in (PACKED_FEW, PACKED_MANY) if is_hopper else (PACKED_FEW,):
         gated = {"ACTIVATION": "clamped", "HAS_BIAS": True}

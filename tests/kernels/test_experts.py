@@ -202,8 +202,8 @@ def test_a_deterministic_row_does_not_depend_on_other_rows(
 ) -> None:
     """Router sums are split over programs for the parts, but not for all 18 tokens. The interpreter
     multiplies tiles with numpy, whose bits depend on the tile's shape alone."""
-    monkeypatch.setattr(route_module, "SPLIT_TOKENS", 4)
     case = case_of("everything")
+    monkeypatch.setattr(route_module, "SPLIT_LOGITS", 4 * (case.spec.num_experts + 1))
     tensors, x = some_tensors(case), some_rows(18, case.hidden)
     space = ExpertSpace.make(case.spec, case.hidden, 18, torch.float32, CPU)
 

@@ -150,12 +150,14 @@ def check_experts() -> None:
 
 def check_experts_with_few_rows() -> None:
     """Compare products of 0 to 33 rows for each expert with dequantized weights in fp64, for widths
-    with and without a rest of 128 columns. Other rows stay as they were."""
+    with and without a rest of 128 columns, and for programs with a part of a tile and with several
+    tiles. Other rows stay as they were, and the same call again has the same bits."""
     for hidden, size, activation, has_bias in (
         (96, 64, "silu", False),
         (128, 320, "clamped", True),
         (416, 192, "silu", True),
         (512, 256, "clamped", False),
+        (512, 3840, "clamped", True),
     ):
         experts, counts = len(ROW_COUNTS), torch.tensor(ROW_COUNTS)
         gate_up = some_packed(experts, 2 * size, hidden, group=32, kind=PackedKind.MXFP4)
@@ -164,9 +166,18 @@ def check_experts_with_few_rows() -> None:
         rows, routing = sum(ROW_COUNTS), routing_of(ROW_COUNTS)
         x = some(TOKENS_OF_FEW, hidden, seed=3)
         room = torch.full((rows + 1, size), 77.0, dtype=x.dtype, device=CUDA)
-        act = packed.packed_gate_up(
-            x, routing, as_nibbles(gate_up), bias, activation, packed.FEW.gate_up, room[:rows]
-        )
+        gate_up_words, down_words = as_nibbles(gate_up), as_nibbles(down)
+
+        def run_gate_up(room: Tensor) -> Tensor:
+            return packed.packed_gate_up(
+                x, routing, gate_up_words, bias, activation, packed.FEW.gate_up, room
+            )
+
+        def run_down(room: Tensor) -> Tensor:
+            return packed.packed_down(act, routing, down_words, packed.FEW.down, room)
+
+        act = run_gate_up(room[:rows])
+        assert torch.equal(act, run_gate_up(torch.empty_like(act)))
         of_expert = torch.arange(experts).repeat_interleave(counts).to(CUDA)
         gathered = x[routing.sorted_tokens[:rows].long()].double()
         both = product_by_expert(gathered, gate_up, of_expert)
@@ -176,7 +187,8 @@ def check_experts_with_few_rows() -> None:
         assert off < LIMITS[torch.bfloat16], ("gate_up", hidden, size, off)
         assert (room[rows] == 77.0).all()
         out = torch.full((rows + 1, hidden), 77.0, dtype=x.dtype, device=CUDA)
-        packed.packed_down(act, routing, as_nibbles(down), packed.FEW.down, out[:rows])
+        run_down(out[:rows])
+        assert torch.equal(out[:rows], run_down(torch.empty_like(out[:rows])))
         off = off_by(out[:rows], product_by_expert(act.double(), down, of_expert))
         assert off < LIMITS[torch.bfloat16], ("down", hidden, size, off)
         assert (out[rows] == 77.0).all()
@@ -193,6 +205,7 @@ def routing_of(counts: Sequence[int]) -> Routing:
         routing.ends[expert] = start
     columns = torch.tensor(tiles, dtype=torch.int32, device=CUDA).t()
     routing.tile_experts.fill_(-1)
+    routing.tile_count.fill_(len(tiles))
     for target, column in zip(
         (routing.tile_experts, routing.tile_starts, routing.tile_ends), columns, strict=True
     ):

@@ -18,7 +18,7 @@ The host knows how many rows there are, but not which experts get them: grids ar
 largest possible number of tiles, and unused tiles have expert -1.
 
 A token's logits do not depend on other tokens: the sum over the hidden axis is always cut into
-SPLITS parts that are added in order. One program computes all parts; for few tokens, each part has
+SPLITS parts that are added in order. One program computes all parts; for few logits, each part has
 its own program, so that more programs share the reading.
 
 Nothing is allocated and the host never waits for the device: safe in a CUDA graph. Kernels are not
@@ -37,7 +37,7 @@ from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import can_overlap, overlap_options, wait_for_ahead
 
 SPLITS = 8
-SPLIT_TOKENS = 256  # up to this many tokens, each part of the sum has its own program
+SPLIT_LOGITS = 1 << 18  # up to this many logits, each part of the sums has its own program
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _TILE = 64  # rows, columns and k of a router program
@@ -101,11 +101,11 @@ class Routing:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
-        parts = max(max_tokens, SPLITS * min(max_tokens, SPLIT_TOKENS))
+        max_logits = max_tokens * (num_experts + 1)
         max_rows = max_tokens * top_k
         return cls(
             max_tokens=max_tokens,
-            logits=floats(parts * (num_experts + 1)),
+            logits=floats(max(max_logits, SPLITS * min(max_logits, SPLIT_LOGITS))),
             ids=ints(max_tokens, top_k),
             weights=floats(max_tokens, top_k),
             positions=ints(max_tokens, top_k),
@@ -386,7 +386,7 @@ def _launch_router(x: Tensor, router: ExpertRouter, routing: Routing) -> tuple[i
     tokens, hidden = x.shape
     num_out = len(router.weight)
     split_in = cdiv(cdiv(hidden, _TILE), SPLITS) * _TILE
-    num_parts = SPLITS if tokens <= SPLIT_TOKENS else 1
+    num_parts = SPLITS if tokens * num_out <= SPLIT_LOGITS else 1
     stride_split = tokens * num_out
     _router_kernel[(cdiv(tokens, _TILE), cdiv(num_out, _TILE), num_parts)](
         x, router.weight, routing.logits, tokens, num_out, hidden, split_in,
