@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 
 from mainstem.core.errors import ConfigError
-from mainstem.core.files import UNREADABLE, read_plain_or_gzip
+from mainstem.core.files import UNREADABLE, read_plain_or_gzip, text_lines
 
 Message = dict[str, str]
 
@@ -74,7 +74,7 @@ def from_file(path: Path) -> list[Dialogue]:
     line number if a line has none of these shapes.
     """
     try:
-        lines = read_plain_or_gzip(path).splitlines()
+        lines = text_lines(read_plain_or_gzip(path))
     except UNREADABLE as error:
         raise ConfigError(f"{path}: {error}") from None
     found = []

@@ -31,7 +31,7 @@ from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.core.files import read_plain_or_gzip
+from mainstem.core.files import read_plain_or_gzip, text_lines
 from mainstem_bench.feed import greedy
 from mainstem_bench.kept import free_memory
 from mainstem_bench.paper.lengths import shipped
@@ -89,7 +89,7 @@ def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[
     else:
         rows = read_plain_or_gzip(path)
     questions = []
-    for number, row in enumerate(rows.splitlines(), start=1):
+    for number, row in enumerate(text_lines(rows), start=1):
         try:
             subject = json.loads(row)
             heads = {count: _head(subject["prefix"], count) for count in shots}

@@ -14,7 +14,7 @@ import numpy as np
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus
-from mainstem.core.files import read_plain_or_gzip
+from mainstem.core.files import read_plain_or_gzip, text_lines
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
@@ -90,7 +90,7 @@ def read_documents(path: Path) -> list[Document]:
     """Read documents with questions. For a row of another form, raises InvalidRequest that names
     the line."""
     documents: list[Document] = []
-    for number, row in enumerate(read_plain_or_gzip(path).splitlines(), start=1):
+    for number, row in enumerate(text_lines(read_plain_or_gzip(path)), start=1):
         try:
             found = json.loads(row)
             items = tuple((_bare(str(item["q"])), str(item["a"])) for item in found["items"])

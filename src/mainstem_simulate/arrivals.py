@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.files import UNREADABLE, read_plain_or_gzip
+from mainstem.core.files import UNREADABLE, read_plain_or_gzip, text_lines
 
 ANSWER_S_PER_TOKEN = 0.02  # how long an answer takes; a user starts to write when it has ended
 
@@ -51,7 +51,7 @@ def load_think_times(path: Path | None) -> list[float]:
         text = read_plain_or_gzip(path)
     except UNREADABLE as error:
         raise InvalidRequest(str(path), str(error)) from None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text_lines(text), 1):
         try:
             turns = json.loads(line)["turns"]
             gaps += [

@@ -11,6 +11,7 @@ from mainstem.core.files import (
     read_plain_or_gzip,
     remove_leftovers,
     replacing,
+    text_lines,
     write_whole,
 )
 
@@ -76,3 +77,11 @@ def test_damaged_gzip_data_raises_what_callers_catch(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(UNREADABLE):
             read_plain_or_gzip(path)
+
+
+def test_lines_end_at_line_feeds_alone() -> None:
+    """A string in JSON may hold the other marks that `str.splitlines` ends lines at."""
+    row = '{"a": "1\u2028\x85\x0b2"}'
+    assert text_lines(f"{row}\r\n\n{{}}") == [f"{row}\r", "", "{}"]
+    assert text_lines("a\n") == ["a"]
+    assert text_lines("") == []

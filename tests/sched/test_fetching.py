@@ -158,15 +158,16 @@ def test_a_delayed_step_hardly_changes_the_estimate() -> None:
 def test_a_step_in_flight_gives_loads_the_time_it_has_left() -> None:
     fetching, _ = a_fetching()
     whole_s = CAUTION * 100 * TOKEN_S
-    assert fetching.lead_s(100, ran_s=0.0) == pytest.approx(whole_s)
-    assert fetching.lead_s(100, ran_s=1e-3) == pytest.approx(whole_s - 1e-3)
-    assert fetching.lead_s(100, ran_s=1.0) == 0.0
+    assert fetching.left_s(100, ran_s=0.0) == pytest.approx(whole_s)
+    assert fetching.left_s(100, ran_s=1e-3) == pytest.approx(whole_s - 1e-3)
+    assert fetching.left_s(100, ran_s=1.0) == 0.0
+    assert fetching.lead_s(1e-3) == 1e-3
 
 
 @pytest.mark.parametrize("preload", ["all", "5"])
 def test_if_preload_is_set_a_step_in_flight_gives_loads_no_time(preload: str) -> None:
     fetching, _ = a_fetching(preload=preload)
-    assert fetching.lead_s(100, ran_s=0.0) == 0.0
+    assert fetching.lead_s(1e-3) == 0.0
 
 
 def read_burst(link: SharedLink, now_s: float, num_pages: int, bytes_per_s: float) -> float:
@@ -261,9 +262,9 @@ def test_a_standing_queue_does_not_hide_that_a_link_is_slow(
 def test_a_tier_is_busy_while_other_loads_have_the_slots_it_needs() -> None:
     fetching, tiers = a_fetching()
     tiers.num_free_slots = HISTORY - 1
-    assert fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)))
-    assert not fetching.is_busy(StoredCounts(HISTORY, (HISTORY - 1,)))
-    assert not fetching.is_busy(StoredCounts(HISTORY))
+    assert fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)), left_s=0.0)
+    assert not fetching.is_busy(StoredCounts(HISTORY, (HISTORY - 1,)), left_s=0.0)
+    assert not fetching.is_busy(StoredCounts(HISTORY), left_s=0.0)
 
 
 def test_a_decision_to_compute_can_change_while_pages_are_stored() -> None:
@@ -281,15 +282,26 @@ def test_a_disk_needs_more_queued_work_than_host_memory_to_be_busy() -> None:
     """Reads have a latency; copies from host memory begin at once."""
     fetching, tiers = a_fetching()
     tiers.links[0].start(int(0.015 * 50e9))
-    assert fetching.is_busy(StoredCounts(HISTORY))
+    assert fetching.is_busy(StoredCounts(HISTORY), left_s=0.0)
     fetching, tiers = a_fetching()
     tiers.links[1].start(int(0.015 * 4.2e9))
-    assert not fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)))
+    assert not fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)), left_s=0.0)
 
 
-def test_a_link_with_work_until_the_next_step_is_busy() -> None:
+def test_host_memory_has_enough_work_if_it_outlasts_the_step_in_flight() -> None:
+    """When that step ends, more loads begin. How long the step before it took does not matter: if
+    nothing is in flight, a long queue would delay the first step."""
     fetching, tiers = a_fetching()
-    tiers.links[0].start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
-    assert fetching.is_busy(StoredCounts(HISTORY))
     fetching.steps.interval_s = 0.1
-    assert not fetching.is_busy(StoredCounts(HISTORY))
+    tiers.links[0].start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
+    assert fetching.is_busy(StoredCounts(HISTORY), left_s=0.0)
+    assert fetching.is_busy(StoredCounts(HISTORY), left_s=0.04)
+    assert not fetching.is_busy(StoredCounts(HISTORY), left_s=0.05)
+
+
+def test_a_disk_with_work_until_the_next_step_is_busy() -> None:
+    fetching, tiers = a_fetching()
+    tiers.links[1].start(int(0.05 * 4.2e9))
+    assert fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)), left_s=0.0)
+    fetching.steps.interval_s = 0.1
+    assert not fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)), left_s=0.0)

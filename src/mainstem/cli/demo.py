@@ -18,7 +18,7 @@ from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.files import UNREADABLE, read_plain_or_gzip
+from mainstem.core.files import UNREADABLE, read_plain_or_gzip, text_lines
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
 from mainstem.core.tables import table
@@ -92,7 +92,7 @@ def load_questions(path: Path | None) -> list[Question]:
         raise InvalidRequest("--input", f"{path} is not UTF-8: {error}") from error
     except UNREADABLE as error:
         raise InvalidRequest("--input", f"cannot read {path}: {error}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text_lines(text), start=1):
         try:
             row = json.loads(line)
             doc, items = str(row["doc"]), row["items"]

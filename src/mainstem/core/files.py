@@ -67,3 +67,10 @@ def read_plain_or_gzip(path: Path) -> str:
     """The whole text of a file that is plain or gzip."""
     with open_plain_or_gzip(path) as file:
         return file.read()
+
+
+def text_lines(text: str) -> list[str]:
+    """The lines of a text, ended by line feeds alone: `str.splitlines` also ends them at U+2028 and
+    other marks, which a string in JSON may hold."""
+    *lines, last = text.split("\n")
+    return [*lines, last] if last else lines

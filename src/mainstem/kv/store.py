@@ -26,6 +26,9 @@ from mainstem.kv.states import StatePlace, StateStore
 from mainstem.kv.stored_states import StoredStates
 
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
+# histories return together: an eviction for one that is loaded makes room for this many, within
+# 1/8 of all pages
+LOADS_AT_ONCE, LOADS_SHARE = 4, 8
 AWAITED_PAGES = 2048  # of waiting prompts whose states are looked up for an eviction
 DEFAULT_CONFIG = StoreConfig()
 
@@ -151,8 +154,9 @@ class KVStore:
         """Whether a page is indexed and filled."""
         return self.index.is_ready(key)
 
-    def take(self, count: int) -> Int32s:
-        """Lend `count` empty pages, evicting idle ones; or raise OutOfPages and lend none."""
+    def take(self, count: int, num_soon: int = 0) -> Int32s:
+        """Lend `count` empty pages, evicting idle ones; or raise OutOfPages and lend none. About
+        `num_soon` pages are taken soon: if any are evicted, these are, too."""
         short = count - self._pool.num_free
         if short > 0:
             idle = self.index.num_idle()
@@ -160,7 +164,8 @@ class KVStore:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
             # evict more than needed: finding the oldest pages costs the same for one page as for
             # many
-            spare = min(self.num_pages // EVICT_SHARE, idle - self.index.num_idle_pinned())
+            spare = max(num_soon, self.num_pages // EVICT_SHARE)
+            spare = min(spare, idle - self.index.num_idle_pinned())
             awaited = self._awaited(self.num_pages) if self.index.order.sees_queue else ()
             gone = self.index.evict(max(short, spare), [chain.keys for chain in awaited])
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
@@ -260,8 +265,9 @@ class KVStore:
         may start on the pages once `start_layers` layers of them are loaded.
         """
         self.lease(kept)
+        num_soon = min(LOADS_AT_ONCE * run.num_pages, self.num_pages // LOADS_SHARE)
         try:
-            pages = self.take(run.num_pages)
+            pages = self.take(run.num_pages, num_soon)
         finally:
             self.release(kept)
         if self.parts is not None:

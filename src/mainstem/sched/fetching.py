@@ -13,9 +13,11 @@ from mainstem.kv.stack import READ_LIMIT_S
 from mainstem.kv.transfer import TierLink
 from mainstem.sched.step_times import StepTimes
 
-# a link is busy if its queued work outlasts the next step by this much. That from host memory has
-# no latency, and each load that is begun delays the first step of those before it
-BUSY_S, HOST_BUSY_S = 0.03, 0.01
+# a link is busy if its queued work outlasts the next step by this much
+BUSY_S = 0.03
+# likewise that from host memory, and the step in flight: when it ends, more loads can begin. This
+# link has no latency, and each load that is begun delays the step being made
+HOST_BUSY_S = 0.01
 # a step is assumed to take at least this part of its expected time: if the next step started before
 # its loads were done, all sequences would wait
 CAUTION = 0.8
@@ -106,15 +108,15 @@ class Fetching:
         """Whether a load that is not worth it now may be worth it later, when a link is free."""
         return stored.num_pages > 0 and self.may_ask
 
-    def is_busy(self, stored: StoredCounts) -> bool:
+    def is_busy(self, stored: StoredCounts, left_s: float) -> bool:
         """Whether a link has enough work until the next step, or slots are short. If so, no load is
         started now: a later load can serve a more urgent sequence, and does not delay the step
-        being made."""
+        being made. The step in flight takes `left_s` more."""
         if stored.num_below and self.loader.is_crowded(stored.num_below):
             return True
-        host, interval_s = self.loader.links[HOST], self.steps.interval_s
+        host, enough_s = self.loader.links[HOST], self.steps.interval_s + BUSY_S
         return any(
-            link.expect_s(0) > interval_s + (HOST_BUSY_S if link is host else BUSY_S)
+            link.expect_s(0) > (left_s + HOST_BUSY_S if link is host else enough_s)
             for link, _ in self._passes(stored)
         )
 
@@ -137,13 +139,15 @@ class Fetching:
             return 1
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
-    def lead_s(self, prompt_tokens: int, ran_s: float) -> float:
+    def left_s(self, prompt_tokens: int, ran_s: float) -> float:
         """Return the least time that a step with `prompt_tokens`, which has run for `ran_s`, will
-        still take; 0 unless `preload` is "auto". The next step begins after this time, so it may
-        rely on loads that end by then."""
-        if self.config.preload != "auto":
-            return 0.0
+        still take."""
         return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)
+
+    def lead_s(self, left_s: float) -> float:
+        """Return the time after which a step begins that is made now, if the step in flight takes
+        `left_s` more: it may rely on loads that end by then. 0 unless `preload` is "auto"."""
+        return left_s if self.config.preload == "auto" else 0.0
 
     def _passes(self, stored: StoredCounts) -> Iterator[tuple[TierLink, float]]:
         """Return the links that stored pages must pass, and the seconds on each link."""

@@ -36,6 +36,7 @@ class Loader:
         self._last_end_s = 0.0  # end of the latest step that has ended
         self._last_start_s = 0.0  # when the latest step was made
         self._starts: dict[StepId, float] = {}  # start times of steps that may still run
+        self._left_s = 0.0  # that the step in flight takes, at the latest `poll`
 
     def history(self, found: Candidate) -> StoredHistory:
         """Return what lower tiers do for a sequence. Shared tiers are asked, once, for its pages
@@ -74,7 +75,7 @@ class Loader:
         fetching, stored = self.fetching, found.to_load
         if fetching is None or not stored.num_pages or not self.may_load(found):
             return False
-        if not fetching.is_busy(stored):
+        if not fetching.is_busy(stored, self._left_s):
             return False
         return fetching.is_worth_it(stored, tokens_ahead, len(self._queue))
 
@@ -172,9 +173,13 @@ class Loader:
         if device_s and not len(step.load_ids):
             self.fetching.steps.observe(step.num_tokens - step.num_decodes, device_s)
 
-    def poll(self, in_flight: Step | None) -> None:
-        """Let sequences start whose pages are there when the step that is made now begins."""
-        self._queue.unpark(self._store.poll(self.lead_s(in_flight)))
+    def poll(self, in_flight: Step | None) -> list[PageKey]:
+        """Let sequences start whose pages are there when the step that is made now begins. Returns
+        the keys that sequences need not wait for any longer."""
+        self._left_s = self._expect_left_s(in_flight)
+        news = self._store.poll(self.lead_s(in_flight))
+        self._queue.unpark(news)
+        return news
 
     def look_at_reads(self, in_flight: Step | None, has_ended: Callable[[], bool]) -> None:
         """Delay the next step while the device is busy anyway. Pages that arrive from disk in this
@@ -188,8 +193,14 @@ class Loader:
 
     def lead_s(self, in_flight: Step | None) -> float:
         """Return the least time that a step made now will wait for the step in flight."""
+        if self.fetching is None:
+            return 0.0
+        return self.fetching.lead_s(self._expect_left_s(in_flight))
+
+    def _expect_left_s(self, in_flight: Step | None) -> float:
+        """Return the least time that the step in flight will still take."""
         if self.fetching is None or in_flight is None:
             return 0.0
         prompt_tokens = in_flight.num_tokens - in_flight.num_decodes
         began_s = max(self._last_start_s, self._last_end_s)
-        return self.fetching.lead_s(prompt_tokens, perf_counter() - began_s)
+        return self.fetching.left_s(prompt_tokens, perf_counter() - began_s)

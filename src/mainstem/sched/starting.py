@@ -167,6 +167,9 @@ class Starter:
         if self._windows is not None and len(self._queue):
             self._windows.forecast(self._running.slots, self._running.tree)
         self._load_ahead()
+        if self._begun:  # beginning loads takes time, in which earlier ones arrive
+            news = set(self._loader.poll(self._running.in_flight))
+            self._begun = {s: awaited for s, awaited in self._begun.items() if awaited not in news}
         unfinished = self._running.unfinished()
         if unfinished:
             self._let_cached_overtake(unfinished[0])
