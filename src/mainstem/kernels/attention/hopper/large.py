@@ -547,7 +547,7 @@ def _large_units_kernel(
             [
                 (_consume, (
                     q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, units,
-                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    k_full, k_empty, k_full, v_empty, plan_ptr,
                     q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                     0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
@@ -555,7 +555,7 @@ def _large_units_kernel(
                 )),
                 (_consume, (
                     q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, units,
-                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    k_full, k_empty, k_full, v_empty, plan_ptr,
                     q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                     1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
@@ -563,9 +563,9 @@ def _large_units_kernel(
                 )),
                 (widen_tiles, (
                     k_codes, v_codes, k_scales, v_scales, codes_full, codes_empty,
-                    k_tiles, v_tiles, units, k_full, k_empty, v_full, v_empty,
-                    plan_ptr, begin, end,
-                    KV_HEADS, GROUP, PAGE_SIZE, TILE_K, CODES_STAGES, STAGES, BEFORE_OWN_PAGE,
+                    k_tiles, v_tiles, units, k_full, k_empty, v_empty, plan_ptr, begin, end,
+                    KV_HEADS, GROUP, PAGE_SIZE, TILE_K, HEAD_DIM, CODES_STAGES, STAGES,
+                    BEFORE_OWN_PAGE,
                 )),
                 (bring_codes, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc,
