@@ -278,7 +278,8 @@ def _attend(
         # So weights of zero are multiplied with whatever V is there, and the next product discards
         # the result.
         v_stage = (i + STAGES - 1) % STAGES
-        mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
+        if not ROUNDED:
+            mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
         summing = warpgroup_mma(
             weights, v_tiles.index(v_stage), acc, use_acc=i > tile_begin + 1, is_async=True
         )
@@ -302,6 +303,10 @@ def _attend(
         shrink = gl.exp2(top - base)
         total = total * shrink + gl.sum(p, 1)
         top = new_top
+        if ROUNDED:
+            # V is there since K is. But a wait is a loop, and the compiler does not move the wait
+            # for products to before a loop; otherwise it would be before the softmax.
+            mbarrier.wait(v_full.index(stage), (i // STAGES) & 1)
         if TAIL > 0:
             acc, tail, weights = warpgroup_mma_wait(0, deps=(summing, summing_tail, weights))
             tail = tail * gl.convert_layout(shrink, gl.SliceLayout(1, TAIL_LAYOUT))[:, None]
@@ -314,7 +319,8 @@ def _attend(
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
     last = tile_begin + num_tiles - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    if not ROUNDED:
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     acc = warpgroup_mma(
         weights, v_tiles.index(last % STAGES), acc, use_acc=num_tiles > 1, is_async=True
     )

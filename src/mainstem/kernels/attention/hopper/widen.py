@@ -5,7 +5,7 @@ before the tensor cores read it from shared memory.
 
     producer  | copies pages in fp8, and their scales
     these     | fp8 -> fp16, both in shared memory; each tile once for the 128 rows of a unit
-    consumers | as for 16 bits
+    consumers | as for 16 bits, but K and V of a tile arrive together, at one barrier
 
 A tile has keys of several pages, with a scale each. It gets one *unit*, the largest of them, and
 numbers are multiplied by scale / unit: at most 1, so fp16 neither overflows nor loses what counts
