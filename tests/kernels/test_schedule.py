@@ -28,6 +28,7 @@ from mainstem.kernels.attention.tuning import (
     Tiles,
     choose_tiles,
     expands_rounded,
+    for_rounded_pages,
 )
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.attention.window import clip_spans
@@ -579,6 +580,17 @@ def test_wide_heads_have_their_own_tiles_without_hoppers_kernels(
     card = torch.device("cuda")
     for head_dim, tiles in ((128, HOPPER), (256, HOPPER_WIDE_HEADS)):
         assert ops._with_kernel(SPLIT_TILES[head_dim], card, head_dim, 16) == (tiles, None)
+
+
+def test_prefixes_in_fp8_get_more_multiprocessors() -> None:
+    """Their keys take longer, and own tokens half of the bytes, so that they would end first."""
+    case = CASES["gqa32/8 B1024 64x2000+250"]
+
+    def multiprocessors(tiles: Tiles) -> float:
+        shape = shape_of(case, tiles)
+        return min(ways_to_cut(case.spans(), shape), key=lambda way: way.us).sms
+
+    assert multiprocessors(for_rounded_pages(HOPPER_SPLIT)) > multiprocessors(HOPPER_SPLIT)
 
 
 def test_spans_are_cut_into_fewer_units_to_avoid_a_second_round() -> None:

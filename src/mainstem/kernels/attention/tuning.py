@@ -109,10 +109,17 @@ SPLIT_TILES = {  # by head_dim
 }
 
 
+# Times a large unit's time for a key in 16 bits. 64 keys take 0.9 us if one group of warps has rows
+# and 1.2 us if both have; with 1.25 plans are fastest (docs/log/gpu.md).
+ROUNDED_KEY = 1.25
+
+
 def for_rounded_pages(tiles: Tiles) -> Tiles:
     """Split tiles for pages in fp8: half of the bytes a key. Large units keep tiles in 16 bits,
     too, so theirs are smaller."""
-    pace = replace(tiles.pace, reads=2.0 * tiles.pace.reads)
+    pace = replace(
+        tiles.pace, large_key_us=ROUNDED_KEY * tiles.pace.large_key_us, reads=2.0 * tiles.pace.reads
+    )
     stages = tiles.small_stages + 1
     return replace(tiles, small_stages=stages, large_k=64, large_stages=3, pace=pace)
 

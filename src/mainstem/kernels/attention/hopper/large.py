@@ -278,7 +278,8 @@ def _attend(
         # So weights of zero are multiplied with whatever V is there, and the next product discards
         # the result.
         v_stage = (i + STAGES - 1) % STAGES
-        mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
+        if not ROUNDED:
+            mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
         summing = warpgroup_mma(
             weights, v_tiles.index(v_stage), acc, use_acc=i > tile_begin + 1, is_async=True
         )
@@ -302,6 +303,10 @@ def _attend(
         shrink = gl.exp2(top - base)
         total = total * shrink + gl.sum(p, 1)
         top = new_top
+        if ROUNDED:
+            # V is there since K is. But a wait is a loop, and the compiler does not move the wait
+            # for products to before a loop; otherwise it would be before the softmax.
+            mbarrier.wait(v_full.index(stage), (i // STAGES) & 1)
         if TAIL > 0:
             acc, tail, weights = warpgroup_mma_wait(0, deps=(summing, summing_tail, weights))
             tail = tail * gl.convert_layout(shrink, gl.SliceLayout(1, TAIL_LAYOUT))[:, None]
@@ -314,7 +319,8 @@ def _attend(
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         weights = gl.convert_layout(p.to(q.dtype), WEIGHTS)
     last = tile_begin + num_tiles - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    if not ROUNDED:
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     acc = warpgroup_mma(
         weights, v_tiles.index(last % STAGES), acc, use_acc=num_tiles > 1, is_async=True
     )
@@ -547,7 +553,7 @@ def _large_units_kernel(
             [
                 (_consume, (
                     q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, units,
-                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    k_full, k_empty, k_full, v_empty, plan_ptr,
                     q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                     0, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
@@ -555,7 +561,7 @@ def _large_units_kernel(
                 )),
                 (_consume, (
                     q_tiles, q_tails, k_tiles, v_tiles, k_tails, v_tails, units,
-                    k_full, k_empty, v_full, v_empty, plan_ptr,
+                    k_full, k_empty, k_full, v_empty, plan_ptr,
                     q_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
                     stride_q_token, stride_q_head, stride_out_token, stride_out_head, scale,
                     1, KV_HEADS, GROUP, TILE_K, HEAD_DIM, STAGES, HAS_LSE, HAS_WINDOW, SOFTCAP,
@@ -563,9 +569,9 @@ def _large_units_kernel(
                 )),
                 (widen_tiles, (
                     k_codes, v_codes, k_scales, v_scales, codes_full, codes_empty,
-                    k_tiles, v_tiles, units, k_full, k_empty, v_full, v_empty,
-                    plan_ptr, begin, end,
-                    KV_HEADS, GROUP, PAGE_SIZE, TILE_K, CODES_STAGES, STAGES, BEFORE_OWN_PAGE,
+                    k_tiles, v_tiles, units, k_full, k_empty, v_empty, plan_ptr, begin, end,
+                    KV_HEADS, GROUP, PAGE_SIZE, TILE_K, HEAD_DIM, CODES_STAGES, STAGES,
+                    BEFORE_OWN_PAGE,
                 )),
                 (bring_codes, (
                     k_desc, v_desc, k_scales_desc, v_scales_desc,

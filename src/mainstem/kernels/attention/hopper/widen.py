@@ -5,7 +5,7 @@ before the tensor cores read it from shared memory.
 
     producer  | copies pages in fp8, and their scales
     these     | fp8 -> fp16, both in shared memory; each tile once for the 128 rows of a unit
-    consumers | as for 16 bits
+    consumers | as for 16 bits, but K and V of a tile arrive together, at one barrier
 
 A tile has keys of several pages, with a scale each. It gets one *unit*, the largest of them, and
 numbers are multiplied by scale / unit: at most 1, so fp16 neither overflows nor loses what counts
@@ -139,15 +139,24 @@ def _widened(codes, ratios):
     return numbers * ratios.to(gl.float16)[:, None]
 
 
+@gluon.constexpr_function
+def rows_by_eights(head_dim: int) -> gl.BlockedLayout:
+    """[key, dim]: a thread has 8 neighbouring dims, so that neither its 8 bytes of codes nor its 16
+    bytes of numbers share a bank with those of threads that access memory with it."""
+    threads = head_dim // 8
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
 @gluon.jit
 def widen_tiles(
     k_codes, v_codes, k_scales, v_scales, codes_full, codes_empty,
-    k_tiles, v_tiles, units, k_full, k_empty, v_full, v_empty, plan_ptr, begin, end,
+    k_tiles, v_tiles, units, full, k_empty, v_empty, plan_ptr, begin, end,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr,
-    CODES_STAGES: gl.constexpr, STAGES: gl.constexpr, BEFORE_OWN_PAGE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, CODES_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    BEFORE_OWN_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Convert the tiles of all units of this program."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = rows_by_eights(HEAD_DIM)
     rows = gl.arange(0, TILE_K, gl.SliceLayout(1, LAYOUT))
     cells = reshaped(units, [2 * STAGES, 1], ROW)
     pieces_ptr = plan_ptr + gl.load(plan_ptr + HEADER_LARGE_PIECES)
@@ -180,15 +189,14 @@ def widen_tiles(
                 v_scales, taken, kv_head, num_seen, rows, PAGE_SIZE, TILE_K
             )
             mbarrier.wait(k_empty.index(stage), was_read)
-            mbarrier.wait(v_empty.index(stage), was_read)
             k_tiles.index(stage).store(_widened(k, k_ratios))
+            mbarrier.wait(v_empty.index(stage), was_read)
             v_tiles.index(stage).store(_widened(v, v_ratios))
             cells.index(2 * stage).store(one * k_unit)
             cells.index(2 * stage + 1).store(one * v_unit)
             fence_async_shared()
-            barrier()  # one for both, since waiting takes longer than converting
-            mbarrier.arrive(k_full.index(stage), count=1)
-            mbarrier.arrive(v_full.index(stage), count=1)
+            barrier()  # one for K and V, since waiting takes longer than converting
+            mbarrier.arrive(full.index(stage), count=1)
             mbarrier.arrive(codes_empty.index(taken), count=1)
             tile += 1
 
