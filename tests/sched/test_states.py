@@ -131,7 +131,7 @@ def test_ends_of_planned_answers_are_not_kept(is_planned: bool, num_kept: int) -
     assert states.num_kept == num_kept
 
 
-@pytest.mark.parametrize("num_trees", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_trees", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_trees_compute_little_more_than_the_plan_allows(num_trees: int) -> None:
     """Of each prompt, what no earlier prompt has in common with it must be computed, and the
     prompt's last token."""
