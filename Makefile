@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH := 2.13.0
 MORE ?=
 PYTEST := $(BIN)/python -m pytest -q --durations=10 $(MORE)
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 SERIAL = $(shell grep -rl "mark\.serial" --include="test_*.py" tests)
 PYTHON_CHECK := (3, 11) <= sys.version_info < (3, 13) or sys.exit("needs Python 3.11 or 3.12: make PYTHON=python3.12")
 

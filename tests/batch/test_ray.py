@@ -23,7 +23,6 @@ from mainstem.text.text_engine import TextEngine
 from tests.batch.test_kill import ROOT
 from tests.batch.test_workers import NUM_ROWS, answer, answers, rows, write
 from tests.fake_engines import TEMPLATE, FakeEngines, a_tokenizer
-from tests.fake_llm import patch_loading
 from tests.needs import needs
 from tests.waiting import until
 
@@ -239,6 +238,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.torch
 def test_generate_adds_answers_to_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.fake_llm import patch_loading  # noqa: PLC0415  # imports torch; actors import this file
+
     patch_loading(FakeEngines(), monkeypatch)
     generate = Generate("fake", sampling=SAMPLING | {"ignore_eos": True})
     chat = [{"role": "user", "content": "hello"}]

@@ -118,7 +118,9 @@ def test_engine_and_simulator_find_and_load_the_same(
     assert loaded_gb == pytest.approx(report.loaded_gb, rel=SHARE)
 
 
-@pytest.mark.parametrize("host_pages", [700, 1400], ids=["short", "less short"])
+@pytest.mark.parametrize(
+    "host_pages", [700, pytest.param(1400, marks=pytest.mark.slow)], ids=["short", "less short"]
+)
 def test_simulator_and_engine_agree_in_virtual_time_over_three_tiers(
     host_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

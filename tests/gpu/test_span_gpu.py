@@ -522,6 +522,29 @@ def test_every_way_to_cut_a_step_agrees() -> None:
         assert (out.float() - right).abs().max() < 0.02 * right.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dim", "half"), [(128, 64), (128, 16), (80, 40), (80, 16), (96, 0)])
+def test_keys_are_shifted_after_their_rotation(dim: int, half: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    qkv = torch.randn(37, 12 + 3 + 3, dim, device="cuda").to(dtype)
+    q, k, v = qkv[:, :12], qkv[:, 12:15], qkv[:, 15:]
+    k_pages, v_pages = (torch.zeros(20, 3, 16, dim, device="cuda", dtype=dtype) for _ in range(2))
+    positions = torch.randint(0, 10_000, (37,), device="cuda", dtype=torch.int32)
+    slots = torch.randperm(320, device="cuda")[:37]
+    shift = torch.randn(3, dim, device="cuda") * 300
+    inv_freq = 10000.0 ** (-torch.arange(half, device="cuda").float() / half) if half else None
+    keys, queries = (
+        x.float() if inv_freq is None else rope(x.float(), positions, inv_freq) for x in (k, q)
+    )
+    right = (keys - shift).to(dtype).float()
+    rope_append(q, k, v, k_pages, v_pages, positions, slots, inv_freq, shift=shift)
+    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
+    pages, offsets = slots // 16, slots % 16
+    assert torch.allclose(k_pages[pages, :, offsets].float(), right, rtol=tolerance, atol=0.02)
+    assert torch.equal(v_pages[pages, :, offsets], v)
+    assert torch.allclose(q.float(), queries, rtol=tolerance, atol=0.02)
+
+
 def test_rope_append_and_rerotate_agree() -> None:
     torch.manual_seed(2)
     q, k, v = (torch.randn(37, h, 128, device="cuda").bfloat16() for h in (32, 8, 8))

@@ -8,7 +8,7 @@ TARGET may also be `layouts`: Hopper's kernels with more layouts of heads.
 
 The record (aot_record.txt) has a hash of each kernel that was compiled: of its source, of the
 functions that it calls, its constants and the version of Triton. If one of them changes, the kernel
-is compiled again. Of the kernels in the record, another 24th is compiled each day.
+is compiled again. Of the kernels in the record, another 48th is compiled each day.
 
 Prints one line per kernel. It runs in a separate process, since the other kernel tests need the
 interpreter.
@@ -125,7 +125,7 @@ TARGETS = {
 }
 LAYOUTS = "layouts"
 RECORD = Path(__file__).with_name("aot_record.txt")
-DRAWN_OF = 24
+DRAWN_OF = 48
 TARGETS[LAYOUTS] = TARGETS["sm_90"]
 INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",

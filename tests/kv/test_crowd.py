@@ -35,7 +35,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     return VirtualClock(monkeypatch)
 
 
-@pytest.mark.parametrize(("disk_gb_per_s", "most"), [(0.5, 0.7), (1.5, 0.68), (4.0, 0.55)])
+@pytest.mark.parametrize(
+    ("disk_gb_per_s", "most"),
+    [(0.5, 0.7), pytest.param(1.5, 0.68, marks=pytest.mark.slow), (4.0, 0.55)],
+)
 def test_with_host_memory_and_a_disk_turns_start_sooner_than_without(
     clock: VirtualClock, disk_gb_per_s: float, most: float
 ) -> None:

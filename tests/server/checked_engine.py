@@ -16,7 +16,6 @@ from mainstem.server.link.engine_process import main, make_engine
 from mainstem.server.link.protocol import BeginEngine
 from mainstem.text.grammar import Grammars
 
-MODULE = "tests.server.checked_engine"
 PIPE = "hold-updates"
 
 

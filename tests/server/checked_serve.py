@@ -21,9 +21,9 @@ from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import kill_at
 from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server import fake_engine, saving_engine
-from tests.server.checked_engine import MODULE
 from tests.server.thread_engine import opener
 
+CHECKED_ENGINE = "tests.server.checked_engine"  # not imported: the server itself needs no torch
 MORTAL_BYTES = 20_000
 NOT_WHOLE = 3
 SLOW_STEP_S = 0.02
@@ -66,7 +66,7 @@ def serve_real(argv: list[str]) -> int:
         assert isinstance(begin, BeginEngine)
 
         def launch_checked() -> Launched:
-            launched.append(EngineProcess.start(begin, MODULE))
+            launched.append(EngineProcess.start(begin, CHECKED_ENGINE))
             return launched[-1]
 
         return tokenizer, launch_checked

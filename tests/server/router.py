@@ -35,12 +35,16 @@ class Router:
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.connect(replay_at)
 
+    def hears(self) -> bool:
+        """Whether a batch arrives within 50 ms, without a replay. It is not read yet."""
+        return bool(self._in.poll(50))
+
     def follow(self, num_batches: int) -> None:
         """Return when the first `num_batches` have been read."""
         deadline_s = monotonic() + LIMIT_S
         while self.next < num_batches:
             assert monotonic() < deadline_s, "the batches did not arrive"
-            if not self._in.poll(50) or not self._take(self._in.recv_multipart()):
+            if not self.hears() or not self._take(self._in.recv_multipart()):
                 self._ask_again()
 
     def catch_up(self) -> Mirror:

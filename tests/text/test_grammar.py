@@ -32,6 +32,7 @@ from mainstem.text.schemas import closed
 from mainstem.text.text_engine import TextEngine
 from tests.builders import a_request, an_engine
 from tests.fake_engines import a_tokenizer
+from tests.waiting import until
 
 SCHEMA = {
     "type": "object",
@@ -447,6 +448,7 @@ def test_an_owner_does_not_wait_for_all_forms_of_another(monkeypatch: pytest.Mon
     queue = FormQueue(Grammars(a_tokenizer()))
     try:
         hard = [queue.submit(regex_form(f"hard {number}"), "one") for number in range(5)]
+        until(lambda: bool(begun))
         queue.submit(regex_form("easy"), "two").result(300)
         assert [form for form in begun if "hard" in form] == [regex_form("hard 0")]
         may_end.set()

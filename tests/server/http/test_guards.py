@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import numpy as np
@@ -303,15 +303,18 @@ def test_a_body_must_come_in_time(hasty: Running) -> None:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/nope", b"/health"])
-@pytest.mark.parametrize("rest", [b"", b"a"])
-def test_a_body_that_stops_after_its_reply_ends_the_connection(
-    hasty: Running, path: bytes, rest: bytes
-) -> None:
+def test_bodies_that_stop_after_their_replies_end_the_connections(hasty: Running) -> None:
     """Any byte stops uvicorn's timer for idle connections."""
-    with refused_early(hasty, path, 99_999_999) as connection:
-        connection.sendall(rest)
-        assert connection.recv(4096) == b""
+    kinds = [(path, rest) for path in (b"/v1/completions", b"/v1/nope", b"/health")
+             for rest in (b"", b"a")]  # fmt: skip
+    with ExitStack() as opened:
+        connections = [
+            opened.enter_context(refused_early(hasty, path, 99_999_999)) for path, _ in kinds
+        ]
+        for kind, connection in zip(kinds, connections, strict=True):
+            connection.sendall(kind[1])
+        for kind, connection in zip(kinds, connections, strict=True):
+            assert connection.recv(4096) == b"", kind
 
 
 @pytest.mark.serial

@@ -14,7 +14,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
-from time import sleep
 
 import pytest
 
@@ -190,13 +189,19 @@ def test_an_engine_that_is_loading_ends_when_its_server_dies() -> None:
     code = (
         "import sys, time\n"
         "from mainstem.server.link.engine_process import main\n"
-        "main(sys.argv[1:], lambda begin, bus: time.sleep(600))\n"
+        "def load(begin, bus):\n"
+        "    print('loading', flush=True)\n"
+        "    time.sleep(600)\n"
+        "main(sys.argv[1:], load)\n"
     )
     command = [sys.executable, "-c", code, str(theirs.fileno())]
-    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as loading:
+    with subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True
+    ) as loading:
         theirs.close()
         ours.sendall(frame(BeginEngine(EngineConfig(), "", "error")))
-        sleep(1.5)
+        assert loading.stdout is not None
+        assert loading.stdout.readline() == "loading\n"
         ours.close()
         assert loading.wait(LIMIT_S) != 0
 

@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from random import Random
-from time import sleep
 
 import msgspec
 import numpy as np
@@ -194,21 +194,26 @@ def test_a_router_that_reads_slowly_misses_batches_and_can_replay_them(
     fit in the buffers."""
     monkeypatch.setattr(kv_events, "MAX_UNSENT", 5)
     monkeypatch.setattr(kv_events, "LINGER_MS", 0)
-    bus, size, num_batches = EventBus(), 50_000, 100
+    bus, size = EventBus(), 50_000
     with a_publisher(bus) as publisher:
         router = a_router(publisher, Mirror(size))
-        publisher.flush()
-        router.follow(1)
-        sleep(0.2)  # until the subscription has arrived
-        num_before = router.num_replays
-        for number in range(
-            1, num_batches
-        ):  # if the engine waited for the router, this would not end
+        publisher.flush()  # batch 0
+        numbers = count(1)
+
+        def publish() -> int:
+            number = next(numbers)
             bus.publish(a_page(number, size))
             publisher.flush()
-        until(lambda: len(router.replay(num_batches - 1)) == 1)  # all are sent
-        router.follow(num_batches)
-        assert len(router.mirror.pages["device"]) == num_batches - 1
+            return number
+
+        until(lambda: publish() > 0 and router.hears())  # the subscription has arrived
+        router.follow(publish() + 1)
+        num_before = router.num_replays
+        for _ in range(100):  # if the engine waited for the router, this would not end
+            last = publish()
+        until(lambda: len(router.replay(last)) == 1)  # all are sent
+        router.follow(last + 1)
+        assert len(router.mirror.pages["device"]) == last
         assert router.num_replays > num_before, "no batch was dropped"
         router.close()
 
@@ -319,11 +324,14 @@ def test_the_publisher_can_connect_to_a_subscriber_that_listens() -> None:
     port = listener.bind_to_random_port("tcp://127.0.0.1")
     bus = EventBus()
     publisher = KvEventPublisher(KvEventsConfig(connect=f"tcp://127.0.0.1:{port}"), bus)
-    for number in range(100):
-        bus.publish(a_page(number))
+    numbers = count()
+
+    def hears_the_next() -> bool:
+        bus.publish(a_page(next(numbers)))
         publisher.flush()
-        if listener.poll(100):
-            break
+        return bool(listener.poll(50))
+
+    until(hears_the_next)
     assert len(listener.recv_multipart()) == 3
     publisher.close()
     context.destroy(linger=0)
